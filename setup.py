@@ -1,0 +1,5 @@
+"""Everything is declared in pyproject.toml."""
+
+from setuptools import setup
+
+setup()
