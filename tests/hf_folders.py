@@ -1,0 +1,45 @@
+"""Tiny Hugging Face folders with random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+VOCAB = 131  # no multiple of 2, so that tensor parallelism pads it
+CASES: dict[str, dict[str, Any]] = {
+    "qwen3_untied": {"family": "qwen3", "head_dim": 32, "tied": False},
+    "qwen3_tied": {"family": "qwen3", "head_dim": 32, "tied": True},
+    "llama": {"family": "llama", "head_dim": 16, "tied": False},
+    "llama_tied": {"family": "llama", "head_dim": 16, "tied": True},
+}
+
+
+def write_folder(path: Path, *, family: str, head_dim: int, tied: bool, seed: int = 0) -> Path:
+    """A HF folder of 4 layers, 64 wide, 4 heads in 2 groups; no two weights alike, norms included."""
+    kind = {"qwen3": Qwen3Config, "llama": LlamaConfig}[family]
+    config = kind(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+    )
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    return path
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
