@@ -1,0 +1,1 @@
+"""From a response to a scalar: format rules, grading in killable workers, terminal reward."""
