@@ -56,8 +56,8 @@ def check_sft(config: Config, shape: ModelShape, world_size: int) -> None:
     check_arithmetic(config.data.arithmetic)
     if config.sft.path is None and config.data.source != "arithmetic":
         raise UserError(
-            f"sft.path is null with data.source = {config.data.source}; give a .jsonl or .parquet file of prompts "
-            "with responses, which only the arithmetic task makes itself"
+            f"sft.path is null with data.source = {config.data.source}; give a file of prompts "
+            "with responses (.jsonl or .parquet), which only the arithmetic task makes itself"
         )
     dp_size = data_parallel_size(config.parallel, world_size)
     if config.sft.batch % dp_size:

@@ -66,7 +66,7 @@ def dump(config: Config) -> str:
 
 
 def diff(first: Config, second: Config) -> list[Difference]:
-    """Fields outside `FREE_FIELDS` in which two configurations differ, in the schema's order."""
+    """Fields outside `FREE_FIELDS` in which two configurations differ."""
     a, b = (dict(_leaves(config.model_dump(mode="json"))) for config in (first, second))
     fields = [field for field in {**a, **b} if field not in FREE_FIELDS]
     return [Difference(f, a.get(f), b.get(f)) for f in fields if a.get(f) != b.get(f)]

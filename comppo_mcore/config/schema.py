@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class Section(BaseModel):
     """Strict and immutable: no coercion between types, no unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -35,12 +35,12 @@ class ModelConfig(Section):
 
 
 class ParallelConfig(Section):
-    tp: int = Field(1, ge=1)
-    pp: int = Field(1, ge=1)
-    cp: int = Field(1, ge=1)
+    tp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1)
+    cp: int = Field(default=1, ge=1)
     sequence_parallel: bool = False
-    last_stage_layers: int | None = Field(None, ge=1)  # None: layers split evenly
-    timeout_minutes: float = Field(10.0, gt=0)  # of every collective
+    last_stage_layers: int | None = Field(default=None, ge=1)  # None: layers split evenly
+    timeout_minutes: float = Field(default=10.0, gt=0)  # of every collective
 
 
 class KernelConfig(Section):
@@ -48,92 +48,92 @@ class KernelConfig(Section):
 
 
 class CalibrateConfig(Section):
-    reach: float = Field(1.0, gt=0, le=1)  # share of the median response credit must reach
+    reach: float = Field(default=1.0, gt=0, le=1)  # share of the median response credit must reach
     keep: Literal["lam", "free"] = "lam"
 
 
 class GateConfig(Section):
     mode: Literal["attention", "fixed", "shuffled", "position"] = "attention"
     statistic: Literal["herfindahl", "shannon", "renyi", "max", "topk_mass"] = "herfindahl"
-    renyi_alpha: float = Field(3.0, gt=0)
-    mass_top_k: int = Field(8, ge=1)
-    kappa_lo: float = Field(0.1, ge=0, le=1)
-    kappa_hi: float = Field(0.9, ge=0, le=1)
-    tau: float = Field(4.0, gt=0)
+    renyi_alpha: float = Field(default=3.0, gt=0)
+    mass_top_k: int = Field(default=8, ge=1)
+    kappa_lo: float = Field(default=0.1, ge=0, le=1)
+    kappa_hi: float = Field(default=0.9, ge=0, le=1)
+    tau: float = Field(default=4.0, gt=0)
     history: Literal["all", "response"] = "all"
-    skip_first: int = Field(0, ge=0)
-    fixed_kappa: float = Field(0.61, ge=0, le=1)  # κ of mode fixed; γ of PPO is transport.gamma
+    skip_first: int = Field(default=0, ge=0)
+    fixed_kappa: float = Field(default=0.61, ge=0, le=1)  # κ of mode fixed; γ of PPO is transport.gamma
     table: str | None = None  # JSON written by `comppo gate-table`, for mode position
     calibrate: CalibrateConfig | None = None
     recompute_per_epoch: bool = False
-    drift_every: int = Field(10, ge=0)  # steps between gate-drift measurements; 0: never
+    drift_every: int = Field(default=10, ge=0)  # steps between gate-drift measurements; 0: never
 
 
 class TransportConfig(Section):
-    lam: float = Field(0.95, ge=0, le=1)
-    gamma: float = Field(1.0, ge=0, le=1)  # of algorithm ppo only
+    lam: float = Field(default=0.95, ge=0, le=1)
+    gamma: float = Field(default=1.0, ge=0, le=1)  # of algorithm ppo only
     gaps: Literal["compact", "cut"] = "compact"
     bootstrap_on_truncation: bool = False
 
 
 class CriticConfig(Section):
     kind: Literal["aligned", "standard"] = "aligned"
-    layers: int = Field(4, ge=1)  # L': upper layers whose hidden states are fused
-    top_k: int = Field(64, ge=1, le=64)
-    width: int = Field(128, ge=1)  # d of Eq. 22 and 24
-    head_width: int = Field(256, ge=1)
+    layers: int = Field(default=4, ge=1)  # L': upper layers whose hidden states are fused
+    top_k: int = Field(default=64, ge=1, le=64)
+    width: int = Field(default=128, ge=1)  # d of Eq. 22 and 24
+    head_width: int = Field(default=256, ge=1)
     normalize_features: bool = True
     clamp_gradient: Literal["hard", "inward"] = "hard"
     backbone_grad: Literal["none", "full"] = "none"
-    lr: float = Field(1e-5, gt=0)
-    grad_clip: float = Field(1.0, gt=0)
-    value_clip: float = Field(0.5, gt=0)
-    warmup_steps: int = Field(5, ge=0)
+    lr: float = Field(default=1e-5, gt=0)
+    grad_clip: float = Field(default=1.0, gt=0)
+    value_clip: float = Field(default=0.5, gt=0)
+    warmup_steps: int = Field(default=5, ge=0)
 
 
 class KLConfig(Section):
-    coef: float = Field(2e-3, ge=0)
+    coef: float = Field(default=2e-3, ge=0)
     kind: Literal["k1", "k2", "k3"] = "k3"
     where: Literal["loss", "reward"] = "loss"
 
 
 class AlgoConfig(Section):
     name: Literal["comppo", "ppo", "grpo", "rloo"] = "comppo"
-    clip: float = Field(0.2, gt=0)
-    advantage_clip: float = Field(5.0, gt=0)
-    epochs: int = Field(2, ge=1)
-    minibatch: int = Field(4, ge=1)  # trajectories per optimizer step, all data-parallel ranks
+    clip: float = Field(default=0.2, gt=0)
+    advantage_clip: float = Field(default=5.0, gt=0)
+    epochs: int = Field(default=2, ge=1)
+    minibatch: int = Field(default=4, ge=1)  # trajectories per optimizer step, all data-parallel ranks
     aggregation: Literal["auto", "token", "sequence", "constant"] = "auto"
-    aggregation_constant: float = Field(1000.0, gt=0)  # tokens per trajectory, for `constant`
+    aggregation_constant: float = Field(default=1000.0, gt=0)  # tokens per trajectory, for `constant`
     kl: KLConfig = KLConfig()
-    importance_cap: float | None = Field(None, gt=0)  # truncated engine-to-trainer correction
+    importance_cap: float | None = Field(default=None, gt=0)  # truncated engine-to-trainer correction
 
 
 class OptimConfig(Section):
-    lr: float = Field(1e-6, gt=0)  # of the actor
+    lr: float = Field(default=1e-6, gt=0)  # of the actor
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    grad_clip: float = Field(1.0, gt=0)  # of the actor's own norm
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip: float = Field(default=1.0, gt=0)  # of the actor's own norm
     name: Literal["adamw", "sgd"] = "adamw"
 
 
 class RolloutConfig(Section):
     engine: Literal["embedded"] = "embedded"
-    prompts: int = Field(4, ge=1)  # per step
-    responses: int = Field(4, ge=1)  # per prompt
-    max_response_tokens: int = Field(16384, ge=1)
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(0.7, gt=0, le=1)
-    gap_limit: float = Field(0.1, gt=0)  # mean |engine − trainer| log-prob, nats per token
-    batch_size: int = Field(64, ge=1)  # sequences an embedded engine decodes at once
+    prompts: int = Field(default=4, ge=1)  # per step
+    responses: int = Field(default=4, ge=1)  # per prompt
+    max_response_tokens: int = Field(default=16384, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=0.7, gt=0, le=1)
+    gap_limit: float = Field(default=0.1, gt=0)  # mean |engine − trainer| log-prob, nats per token
+    batch_size: int = Field(default=64, ge=1)  # sequences an embedded engine decodes at once
 
 
 class ArithmeticConfig(Section):
     """The built-in multi-step arithmetic task (mod 10) with planted misconceptions."""
 
-    steps: int = Field(4, ge=1, le=12)
-    misconceptions: float = Field(0.25, ge=0, le=1)  # share of table entries
+    steps: int = Field(default=4, ge=1, le=12)
+    misconceptions: float = Field(default=0.25, ge=0, le=1)  # share of table entries
     strength: tuple[float, float] = (0.35, 0.85)  # probability that one is used
 
 
@@ -143,7 +143,7 @@ class DataConfig(Section):
     prompt_key: str = "prompt"  # dotted keys reach into nested records
     answer_key: str = "answer"
     eval_path: str | None = None  # held-out problems; default: the last eval_holdout of path
-    eval_holdout: int = Field(500, ge=0)
+    eval_holdout: int = Field(default=500, ge=0)
     tasks: tuple[str, ...] = ()  # for source reasoning_gym
     system_prompt: str | None = None
     template: str = "{prompt}"  # the user message
@@ -153,8 +153,8 @@ class DataConfig(Section):
 class Ramp(Section):
     """Linear from `start` at step `begin` to `end` at step `stop`; `before` until `begin`."""
 
-    begin: int = Field(0, ge=0)
-    stop: int = Field(0, ge=0)
+    begin: int = Field(default=0, ge=0)
+    stop: int = Field(default=0, ge=0)
     start: float = 0.0
     end: float = 0.0
     before: float | None = None  # None: `start`
@@ -166,9 +166,9 @@ class RewardConfig(Section):
     format: Ramp = Ramp(begin=0, stop=40, start=0.2, end=1.0)
     length: Ramp = Ramp(begin=20, stop=60, start=3e-5, end=8e-5, before=0.0)
     truncated_is_malformed: bool = True
-    workers: int = Field(2, ge=1)
-    timeout_s: float = Field(10.0, gt=0)  # wall clock per answer
-    memory_mb: int = Field(2048, ge=64)  # address space per worker
+    workers: int = Field(default=2, ge=1)
+    timeout_s: float = Field(default=10.0, gt=0)  # wall clock per answer
+    memory_mb: int = Field(default=2048, ge=64)  # address space per worker
 
 
 class ControllerConfig(Section):
@@ -178,15 +178,15 @@ class ControllerConfig(Section):
 
 
 class TrainConfig(Section):
-    steps: int = Field(100, ge=0)
-    micro_batch_tokens: int = Field(16384, ge=1)
-    eval_every: int = Field(20, ge=0)  # 0: only at the end
-    eval_problems: int = Field(500, ge=1)
-    eval_majority: int = Field(0, ge=0)  # k of majority@k; 0: greedy pass@1 only
-    save_every: int = Field(20, ge=0)  # 0: only at the end
-    keep_last: int = Field(2, ge=1)
+    steps: int = Field(default=100, ge=0)
+    micro_batch_tokens: int = Field(default=20480, ge=1)
+    eval_every: int = Field(default=20, ge=0)  # 0: only at the end
+    eval_problems: int = Field(default=500, ge=1)
+    eval_majority: int = Field(default=0, ge=0)  # k of majority@k; 0: greedy pass@1 only
+    save_every: int = Field(default=20, ge=0)  # 0: only at the end
+    keep_last: int = Field(default=2, ge=1)
     keep_best: bool = True
-    max_bad_steps: int = Field(3, ge=1)  # consecutive steps with NaN or inf before stopping
+    max_bad_steps: int = Field(default=3, ge=1)  # consecutive steps with NaN or inf before stopping
 
 
 class LogConfig(Section):
@@ -199,10 +199,10 @@ class LogConfig(Section):
 class SftConfig(Section):
     """Supervised warm start (`comppo sft`)."""
 
-    steps: int = Field(200, ge=1)
-    batch: int = Field(64, ge=1)  # examples per optimizer step, all data-parallel ranks
-    lr: float = Field(2e-3, gt=0)
-    warmup: int = Field(20, ge=0)
+    steps: int = Field(default=200, ge=1)
+    batch: int = Field(default=64, ge=1)  # examples per optimizer step, all data-parallel ranks
+    lr: float = Field(default=2e-3, gt=0)
+    warmup: int = Field(default=20, ge=0)
     path: str | None = None  # records with a response; arithmetic makes its own
     response_key: str = "response"
     out: str = ""  # HF folder to write; default <run folder>/hf

@@ -45,6 +45,11 @@ class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """In double quotes where it holds what PyYAML would leave bare and fold, such as U+0085."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
 def _constructor(convert: Callable[[str], Any]) -> Callable[[Any, Any], Any]:
     return lambda loader, node: convert(loader.construct_scalar(node))
 
@@ -53,6 +58,7 @@ for _tag, _pattern, _first, _convert in SCALARS:
     for _side in (_Loader, _Dumper):
         _side.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})\Z"), _first)
     _Loader.add_constructor(_tag, _constructor(_convert))
+_Dumper.add_representer(str, _represent_text)
 
 
 def parse(text: str, source: str) -> Any:
