@@ -18,14 +18,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_folder(path: Path, *, family: str, head_dim: int, tied: bool, seed: int = 0) -> Path:
-    """A HF folder of 4 layers, 64 wide, 4 heads in 2 groups; no two weights alike, norms included."""
+def write_folder(
+    path: Path, *, family: str, head_dim: int, tied: bool, layers: int = 4, seed: int = 0
+) -> Path:
+    """A HF folder, 64 wide with 4 heads in 2 groups; no two weights alike, norms included."""
     kind = {"qwen3": Qwen3Config, "llama": LlamaConfig}[family]
     config = kind(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=head_dim,

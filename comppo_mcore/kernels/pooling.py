@@ -46,7 +46,7 @@ def pool_history(
     Raises:
         ValueError: shapes disagree.
     """
-    _check(query_beta, query_rel, key_features, topk_index, topk_weight, seq_start)
+    check_arguments(query_beta, query_rel, key_features, topk_index, topk_weight, seq_start)
     dtype = torch.promote_types(key_features.dtype, torch.float32)
     features = key_features.to(dtype)
     rows = (query_beta.to(dtype), query_rel.to(dtype), topk_index, topk_weight.to(dtype), seq_start)
@@ -66,10 +66,12 @@ def _pool(
 ) -> tuple[Tensor, Tensor]:
     """Eq. 22–26 for rows whose gathered features fit in memory."""
     width = query_beta.shape[1]
+    index, weight = _without_padding(index, weight)
     position = seq_start[:, None] + index.clamp(min=0)
-    # An embedding look-up, because its backward adds up a key's many rows in a fixed order on every device.
-    gathered = F.embedding(position, features)  # [R, K, 2d + F]
-    key_beta, key_rel, value = gathered.split([width, width, features.shape[1] - 2 * width], dim=-1)
+    # Embedding look-ups, because their backward adds up a key's many rows in a fixed order on every device;
+    # one for each feature, because the backward of splitting a gathered [R, K, 2d + F] would copy it again.
+    split = features.split([width, width, features.shape[1] - 2 * width], dim=-1)
+    key_beta, key_rel, value = (F.embedding(position, x.contiguous()) for x in split)  # [R, K, ·]
     edge_gate = torch.sigmoid(_dot(query_beta, key_beta) * width**-0.5)
     relevance = torch.relu(_dot(query_rel, key_rel) * width**-0.5)
     prior = torch.where(index >= 0, weight, 0.0)
@@ -79,12 +81,19 @@ def _pool(
     return pooled / (score_sum + ROUTE_EPSILON)[:, None], score_sum
 
 
+def _without_padding(index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Drop the trailing columns that are padding in every row."""
+    used = (index >= 0).any(0).nonzero()
+    count = int(used[-1]) + 1 if len(used) else 0
+    return index[:, :count], weight[:, :count]
+
+
 def _dot(query: Tensor, key: Tensor) -> Tensor:
     """⟨query_t, key_ti⟩: [R, d], [R, K, d] → [R, K]."""
     return torch.bmm(key, query[:, :, None]).squeeze(2)
 
 
-def _check(
+def check_arguments(
     query_beta: Tensor, query_rel: Tensor, features: Tensor, index: Tensor, weight: Tensor, seq_start: Tensor
 ) -> None:
     """Raise ValueError where the arguments of `pool_history` do not fit together."""

@@ -4,6 +4,7 @@ torch SDPA over packed sequences; and the mix-in by which the last layer exposes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -45,11 +46,12 @@ def packed_causal_attention(
     Returns:
         output [t, heads, d] and lse float32 [heads, t] (None where SDPA does not return it).
     """
-    lengths = [b - a for a, b in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)]
+    lengths = [b - a for a, b in pairwise(cu_seqlens)]
     outs, lses, positions = [], [], []
     for batch in _length_batches(lengths):
         index, valid = _padded_index([cu_seqlens[i] for i in batch], [lengths[i] for i in batch], q.device)
-        out, lse = _sdpa(*(x[index].transpose(1, 2) for x in (q, k, v)), scale)
+        q_bhsd, k_bhsd, v_bhsd = (x[index].transpose(1, 2) for x in (q, k, v))
+        out, lse = _sdpa(q_bhsd, k_bhsd, v_bhsd, scale)
         outs.append(out.transpose(1, 2)[valid])
         lses.append(None if lse is None else lse.transpose(1, 2)[valid])
         positions.append(index[valid])
@@ -71,14 +73,14 @@ def _length_batches(lengths: list[int], waste: float = 1.25) -> list[list[int]]:
 
 
 def _padded_index(starts: list[int], lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Packed positions [b, s] of right-padded sequences (padding repeats the last one), and validity [b, s]."""
+    """Packed positions [b, s] of right-padded sequences (padding repeats the last one), and validity."""
     start, length = (torch.tensor(x, device=device)[:, None] for x in (starts, lengths))
     offset = torch.arange(max(lengths), device=device)[None]
     return start + torch.minimum(offset, length - 1), offset < length
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
-    """SDPA over [b, heads, s, d] with grouped keys; the CPU flash kernel also returns the LSE [b, heads, s]."""
+    """SDPA over [b, heads, s, d] with grouped keys; the CPU kernel also returns the LSE [b, heads, s]."""
     if q.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, True, attn_mask=None, scale=scale

@@ -86,7 +86,10 @@ def pack(
     multiple_of: int = 1,
     extra_row: bool = False,
 ) -> MicroBatch:
-    """Pack `samples[i] for i in index`; pad the tail to a multiple (sequence parallelism) with a sequence of its own."""
+    """Pack `samples[i] for i in index`.
+
+    The tail is padded to `multiple_of` tokens, as sequence parallelism wants, by a sequence of its own.
+    """
     tokens: list[int] = []
     positions: list[int] = []
     cu, rows, cu_rows, targets = [0], [], [0], []

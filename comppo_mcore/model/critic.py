@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +26,8 @@ from torch import Tensor
 
 from comppo_mcore.config.schema import CriticConfig
 from comppo_mcore.credit.objective import clamp_value
+from comppo_mcore.kernels.pooling import ROUTE_EPSILON
 from comppo_mcore.model.batch import MicroBatch
-
-DEAD_SCORE = 1e-8  # Σ s at or below which a row has no routed history
 
 
 @dataclass(frozen=True)
@@ -41,14 +40,14 @@ class Routing:
 
 @dataclass(frozen=True)
 class ValueParts:
-    """Both heads before mixture and clamp, so that a gate made afterwards (shuffled, calibrated) can mix them."""
+    """Both heads before mixture and clamp, so that a gate made later (shuffled, calibrated) can mix them."""
 
     local: Tensor  # V^L float32 [R]
     routed: Tensor | None  # V^G float32 [R]; None: the standard critic
     dead: Tensor  # bool [R], rows whose Σ s ≤ 1e-8
 
 
-def mix(parts: ValueParts, kappa: Tensor, clamp_gradient: str) -> Tensor:
+def mix(parts: ValueParts, kappa: Tensor, clamp_gradient: Literal["hard", "inward"]) -> Tensor:
     """V = clip(κ V^G + (1 − κ) V^L, −1, 1) (Eq. 27); the standard critic is clip(V^L)."""
     raw = parts.local if parts.routed is None else kappa * parts.routed + (1 - kappa) * parts.local
     return clamp_value(raw, clamp_gradient)
@@ -56,6 +55,11 @@ def mix(parts: ValueParts, kappa: Tensor, clamp_gradient: str) -> Tensor:
 
 class Critic(MegatronModule):
     """What both critics share: fp32 for good, initialisation independent of TP, checkpoint sharding."""
+
+    w1_local: Tensor  # [width/tp, H]
+    b1_local: Tensor  # [width/tp]
+    w2_local: Tensor  # [width/tp]
+    b2_local: Tensor  # []
 
     def __init__(self, config: Any, critic: CriticConfig, tp_group: Any, seed: int) -> None:
         super().__init__(config=config)
@@ -139,6 +143,8 @@ class AlignedCritic(Critic):
     W₁ Σ w_i h̄_i = Σ w_i W₁ h̄_i.
     """
 
+    b2_routed: Tensor  # []
+
     def __init__(
         self, config: Any, critic: CriticConfig, tp_group: Any, seed: int, pool_history: Callable[..., Any]
     ) -> None:
@@ -199,7 +205,7 @@ class AlignedCritic(Critic):
         keys = torch.cat((beta_k, rel_k, value_k), -1)
         starts = batch.row_starts[own]
         pooled, score = self.pool_history(beta_q, rel_q, keys, routing.index, routing.weight, starts)
-        dead = score.detach() <= DEAD_SCORE
+        dead = score.detach() <= ROUTE_EPSILON
         unit = torch.where(dead[:, None], value_k[own_rows], pooled) + self._from_all_rows("b1_routed")
         return torch.tanh(unit) @ self._from_all_rows("w2_routed"), dead
 

@@ -12,13 +12,12 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from comppo_mcore.model.batch import MicroBatch
 from comppo_mcore.model.critic import Routing, ValueParts
 from comppo_mcore.model.parallel import Layout
-from comppo_mcore.model.policy import Pass, PolicyModel, PolicyOutput
+from comppo_mcore.model.policy import Pass, PolicyModel, PolicyOutput, policy_of
 from comppo_mcore.model.shims import cuda_as_cpu
 
 T = TypeVar("T")
@@ -41,7 +40,7 @@ def forward_only(
     collect: Callable[[PolicyModel, PolicyOutput, Work], T],
 ) -> list[T]:
     """`collect` applied to every micro-batch's output, in order; empty but on the last pipeline stage."""
-    policy = unwrap_model(model)
+    policy = policy_of(model)
 
     def reduce(item: Work, out: Any) -> tuple[Tensor, Tensor, T]:
         return _nothing(layout), _no_tokens(layout), collect(policy, out[0], item)
@@ -66,7 +65,7 @@ def forward_backward(
     `loss` returns a scalar already divided by the minibatch's global denominator, and a record for the
     metrics; the records come back in order, on the last pipeline stage only.
     """
-    config = unwrap_model(ddp).config
+    config = policy_of(ddp).config
     config.no_sync_func = ddp.no_sync
     # Megatron would divide by a token count; our losses are normalised before they get here.
     config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(
@@ -96,7 +95,7 @@ def _run(model: Any, work: Sequence[Any], step: Any, layout: Layout, *, forward_
             seq_length=max(len(item.batch.tokens) for item in work),
             micro_batch_size=1,
             forward_only=forward_only,
-            p2p_communicator=P2PCommunicator(layout.groups.pp, unwrap_model(model).config)
+            p2p_communicator=P2PCommunicator(layout.groups.pp, policy_of(model).config)
             if pipelined
             else None,
             pg_collection=layout.groups,

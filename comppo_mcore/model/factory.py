@@ -101,9 +101,7 @@ def build_policy(
         )
         if with_critic and layout.is_last_stage:
             model.attach_critic(
-                build_critic(
-                    megatron, config.critic, layout.groups.tp, config.run.seed, kernels.pool_history
-                )
+                build_critic(megatron, config.critic, layout.groups.tp, config.run.seed, kernels.pool_history)
             )
         return model.to(layout.device)
 

@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -69,8 +70,8 @@ def _param_layout(module: Any, ddp_config: Any, layout: Layout) -> Any:
     """Megatron's buffer layout, with the padding between buckets counted as content.
 
     Its reshardable checkpoint drops that padding from the saved buffer, but not from the offsets of the
-    parameters behind it: with more than one bucket (tied embeddings at PP > 1) it would save shifted optimizer
-    state and load it back without an error.
+    parameters behind it: with more than one bucket (tied embeddings at PP > 1) it would save shifted
+    optimizer state and load it back without an error.
     """
     full = DistributedOptimizer.compute_full_param_layout(
         [p for p in module.parameters() if p.requires_grad], None, layout.groups.dp_cp.size(), ddp_config
@@ -87,21 +88,20 @@ class PolicyOptimizer:
         self.config = config
         self.layout = layout
         megatron = OptimizerConfig(
-            optimizer="adam" if config.name == "adamw" else "sgd",
+            optimizer="adam",
             lr=config.lr,
             min_lr=config.lr,
             weight_decay=config.weight_decay,
             adam_beta1=config.betas[0],
             adam_beta2=config.betas[1],
             adam_eps=config.eps,
-            sgd_momentum=0.0,
             clip_grad=0.0,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=True,
         )
-        # `is_decoupled_lr` is Megatron's flag for a group with a learning rate of its own; it is part of the key
-        # by which a checkpoint finds the group again, so equal rates cannot merge the two roles.
+        # `is_decoupled_lr` is Megatron's flag for a group with a learning rate of its own; it is part of the
+        # key by which a checkpoint finds the group again, so equal rates cannot merge the two roles.
         overrides = {
             **get_standard_config_overrides(megatron),
             ParamKey(name="*critic.*"): {"max_lr": critic_lr, "min_lr": critic_lr, "is_decoupled_lr": True},
@@ -114,8 +114,11 @@ class PolicyOptimizer:
                 use_gloo_process_groups=False,
                 pg_collection=layout.groups,
             )
-        if config.name == "adamw":
-            self._zero_fill_state()
+        if config.name == "sgd":
+            for part in self._parts():
+                if part.optimizer is not None:
+                    part.optimizer.step = partial(_sgd_step, part.optimizer)
+        self._zero_fill_state()
 
     def _parts(self) -> list[Any]:
         return getattr(self.megatron, "chained_optimizers", [self.megatron])
@@ -140,6 +143,13 @@ class PolicyOptimizer:
                     "exp_avg": torch.zeros_like(p),
                     "exp_avg_sq": torch.zeros_like(p),
                 }
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """What this rank steps and what it remembers of it: fp32 weights and moments."""
+        for inner, group in self._groups():
+            for p in group["params"]:
+                yield p
+                yield from (x for x in inner.state.get(p, {}).values() if torch.is_tensor(x))
 
     def step(self, rates: Rates) -> StepResult:
         """Norms per role, clip each by its own, apply unless a norm is not finite (then nothing changes)."""
@@ -224,14 +234,24 @@ class PolicyOptimizer:
 
     @contextlib.contextmanager
     def uniform_steps(self) -> Iterator[dict[Role, int]]:
-        """Megatron's checkpoint holds one step count for all parameters; yields the true ones to store beside it."""
+        """Megatron's checkpoint holds one step count for all; yields the true ones to store beside it."""
         true = self.steps()
         highest = max(true.values())
-        self.set_steps({role: highest for role in ROLES})
+        self.set_steps(dict.fromkeys(ROLES, highest))
         try:
             yield true
         finally:
             self.set_steps(true)
+
+
+@torch.no_grad()
+def _sgd_step(adam: torch.optim.Optimizer) -> None:
+    """θ ← θ − lr (g + weight decay · θ), standing in for an Adam's step: Megatron's distributed optimizer
+    and its checkpoints take no plain SGD. The moments stay zero."""
+    for group in adam.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.sub_(group["lr"] * (p.grad + group["weight_decay"] * p))
 
 
 def _role(group: dict[str, Any]) -> Role:

@@ -103,11 +103,12 @@ def _join(device: torch.device, timeout: timedelta) -> None:
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
 
 def shutdown() -> None:
-    """Leave Megatron's groups and the process group, so that a later `initialize` may choose another layout."""
+    """Leave Megatron's groups and the process group, so that a later `initialize` may choose anew."""
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
@@ -161,7 +162,7 @@ def from_last_stage(value: Any, layout: Layout) -> Any:
 
 
 def parameter_counts(model: Any, layout: Layout) -> tuple[int, int]:
-    """(critic, policy) parameters of the whole model, sharded ones counted once, tied ones once; collective."""
+    """(critic, policy) parameters of the whole model, shared ones counted once; collective."""
     counts = torch.zeros(2, dtype=torch.int64, device=layout.device)
     for name, p in model.named_parameters():
         if getattr(p, "shared", False):  # the last stage's copy of a tied embedding

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     vocab_parallel_cross_entropy,
 )
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from comppo_mcore.model.attention import AttentionInputs
@@ -61,7 +62,7 @@ class PolicyModel(GPTModel):
 
     def forward(  # type: ignore[override]
         self, batch: MicroBatch, request: Pass, routing: Routing | None = None
-    ) -> Tensor | tuple[PolicyOutput, ValueParts | None]:
+    ) -> Any:
         """Hidden states on inner pipeline stages; on the last one the output and, if asked, the values.
 
         With `request.values` the critic reads the behaviour policy's stored `routing`; in the behaviour
@@ -70,13 +71,13 @@ class PolicyModel(GPTModel):
         layers = self.config.num_layers
         extract = set(range(layers - self.num_features, layers)) if self.post_process else set()
         with self._exposing(request.row):
-            out = super().forward(
+            out: Any = super().forward(
                 batch.tokens[None],
                 batch.positions[None],
-                None,
+                cast(Any, None),  # packed attention needs no mask
                 packed_seq_params=batch.packed_seq_params(),
-                extra_block_kwargs={"extract_layer_indices": extract} if extract else None,
-                output_processor=_Head(self, batch, request),
+                extra_block_kwargs={"extract_layer_indices": extract} if extract else {},
+                output_processor=cast(Any, _Head(self, batch, request)),
             )
         if not self.post_process:
             return out
@@ -88,17 +89,17 @@ class PolicyModel(GPTModel):
         return self.critic(out.features, out.final_hidden, batch, routing)
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = list(super()._preprocess(input_ids, position_ids, *args, **kwargs))
-        # One rotary row per packed token: Megatron then rotates the pack in one call, not sequence by sequence.
+        out: list[Any] = list(super()._preprocess(input_ids, position_ids, *args, **kwargs))
+        # One rotary row per packed token: Megatron then rotates the pack in one call, not by sequence.
         out[1] = out[1][position_ids[0]]
         return tuple(out)
 
     @contextlib.contextmanager
     def _exposing(self, on: bool) -> Iterator[None]:
-        core = self.decoder.layers[-1].self_attention.core_attention if on and self.post_process else None
-        if core is None:
+        if not (on and self.post_process):
             yield
             return
+        core = self._last_core_attention()
         core.exposing = True
         try:
             yield
@@ -106,7 +107,16 @@ class PolicyModel(GPTModel):
             core.exposing = False
 
     def take_row(self) -> AttentionInputs:
-        return self.decoder.layers[-1].self_attention.core_attention.take_row()
+        return self._last_core_attention().take_row()
+
+    def _last_core_attention(self) -> Any:
+        layer: Any = self.decoder.layers[-1]
+        return layer.self_attention.core_attention
+
+
+def policy_of(model: Any) -> PolicyModel:
+    """The policy inside Megatron's DDP and Float16Module."""
+    return cast(PolicyModel, unwrap_model(model))
 
 
 @dataclass(frozen=True)
@@ -128,10 +138,13 @@ class _Head:
             logits = output_layer(hidden[rows], weight=output_weight)[0]
         logits = self._scale_and_mask(logits)
         targets = self.batch.targets[:, None]
+        entropy = None
+        if self.request.entropy:
+            entropy = vocab_parallel_entropy(logits[:, 0], model.pg_collection.tp)
         logprob = -vocab_parallel_cross_entropy(logits.clone(), targets, tp_group=model.pg_collection.tp)
         return PolicyOutput(
             logprob=logprob[:, 0],
-            entropy=vocab_parallel_entropy(logits[:, 0], model.pg_collection.tp) if self.request.entropy else None,
+            entropy=entropy,
             row=model.take_row() if self.request.row else None,
             features=tuple(self._whole(x) for x in features),
             final_hidden=self._whole(hidden),

@@ -40,7 +40,7 @@ _seed_paged_stash()
 
 
 class _HostStream:
-    """The part of `torch.cuda.Stream` that Megatron's DDP touches; on a host everything is in order already."""
+    """The part of `torch.cuda.Stream` that Megatron's DDP touches; on a host all is in order already."""
 
     def wait_event(self, *_: Any) -> None: ...
 

@@ -1,0 +1,124 @@
+"""Everything a command works with, built once from the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from comppo_mcore.config.algorithm import has_critic
+from comppo_mcore.config.model_shape import ModelShape, read_model_shape
+from comppo_mcore.config.schema import Config
+from comppo_mcore.data.dataset import Dataset, load_dataset
+from comppo_mcore.data.tokenizer import load_tokenizer, stop_token_ids
+from comppo_mcore.errors import UserError
+from comppo_mcore.kernels.select import Kernels, select
+from comppo_mcore.model.factory import build_policy, torch_dtype
+from comppo_mcore.model.hf import export_hf, import_hf
+from comppo_mcore.model.optimizer import PolicyOptimizer, wrap
+from comppo_mcore.model.parallel import Layout, initialize
+from comppo_mcore.model.policy import PolicyModel
+from comppo_mcore.rollout.embedded import EmbeddedEngine
+from comppo_mcore.rollout.engine import Engine
+from comppo_mcore.trainer.update import needs_reference
+
+
+@dataclass(frozen=True)
+class Text:
+    """Problems and the tokenizer that spells them."""
+
+    dataset: Dataset
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Session:
+    """The parts of a run on this rank."""
+
+    config: Config
+    shape: ModelShape
+    layout: Layout
+    kernels: Kernels
+    text: Text
+    policy: PolicyModel
+    engine: Engine
+
+
+@dataclass(frozen=True)
+class TrainSession(Session):
+    """A session that also updates the policy."""
+
+    ddp: Any  # the policy in Megatron's DDP
+    optimizer: PolicyOptimizer
+    reference: PolicyModel | None  # frozen, from the same weights the run started with
+
+
+def load_text(config: Config, shape: ModelShape) -> Text:
+    """Problems and tokenizer, checked against each other and against the model."""
+    dataset = load_dataset(config)
+    tokenizer = load_tokenizer(config.model.path)
+    if len(tokenizer) > shape.vocab_size:
+        raise UserError(
+            f"model.path {config.model.path!r} has a tokenizer of {len(tokenizer)} tokens but a model of "
+            f"vocab_size {shape.vocab_size}: give the tokenizer the model was made for"
+        )
+    return Text(dataset, tokenizer, stop_token_ids(config.model.path, tokenizer))
+
+
+def build_session(config: Config) -> Session:
+    """Policy without critic and an engine: what evaluation needs."""
+    shape = read_model_shape(config.model.path)
+    text = load_text(config, shape)
+    layout = initialize(config.parallel, config.run.seed)
+    kernels = select(config.kernels.mode)
+    policy = load_policy(config, shape, layout, kernels, with_critic=False)
+    return Session(config, shape, layout, kernels, text, policy, build_engine(config, layout))
+
+
+def build_train_session(config: Config) -> TrainSession:
+    """Policy with its critic, optimizer, reference and engine."""
+    shape = read_model_shape(config.model.path)
+    text = load_text(config, shape)
+    layout = initialize(config.parallel, config.run.seed)
+    kernels = select(config.kernels.mode)
+    policy = load_policy(config, shape, layout, kernels, with_critic=has_critic(config))
+    reference = None
+    if needs_reference(config):
+        reference = load_policy(config, shape, layout, kernels, with_critic=False)
+        reference.requires_grad_(False)
+        reference = reference.to(torch_dtype(config.model.dtype))
+    ddp = wrap(policy, layout, torch_dtype(config.model.dtype))
+    optimizer = PolicyOptimizer(ddp, config.optim, config.critic.lr, torch_dtype(config.model.dtype), layout)
+    engine = build_engine(config, layout)
+    return TrainSession(
+        config,
+        shape,
+        layout,
+        kernels,
+        text,
+        policy,
+        engine,
+        ddp=ddp,
+        optimizer=optimizer,
+        reference=reference,
+    )
+
+
+def load_policy(
+    config: Config, shape: ModelShape, layout: Layout, kernels: Kernels, *, with_critic: bool
+) -> PolicyModel:
+    policy = build_policy(config, shape, layout, kernels, with_critic=with_critic)
+    if config.model.weights == "load":
+        import_hf(policy, config.model.path)
+    return policy
+
+
+def build_engine(config: Config, layout: Layout) -> Engine:
+    return EmbeddedEngine(
+        config.model.path, torch_dtype(config.model.dtype), config.rollout.batch_size, layout.device
+    )
+
+
+def sync_weights(session: Session, version: int) -> None:
+    """Hand the policy's weights to the engine, tensor by tensor; collective over the world."""
+    session.engine.update_weights(export_hf(session.policy, session.engine.manifest), version)
