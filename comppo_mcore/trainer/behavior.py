@@ -16,7 +16,7 @@ from torch import Tensor
 
 from comppo_mcore.config.algorithm import has_critic
 from comppo_mcore.config.schema import Config
-from comppo_mcore.credit.concentration import ACCUMULATORS, concentration
+from comppo_mcore.credit.concentration import ACCUMULATORS, concentration, empty_history
 from comppo_mcore.kernels.concentration import OPTIONAL_STATISTICS
 from comppo_mcore.kernels.select import Kernels
 from comppo_mcore.kernels.shards import gather_query_shards, gather_rows, owned_rows
@@ -41,6 +41,7 @@ class Behavior:
     logprob: Tensor  # float32 [R]
     entropy: Tensor  # float32 [R], nats
     concentration: Tensor | None  # c float32 [R]; None where no attention row was read
+    empty: Tensor | None  # bool [R], no history or no mass: c was set to 1/2
     values: ValueParts | None  # None for critic-free algorithms
     routing: tuple[Routing, ...] | None  # by trajectory, this tensor-parallel rank's query rows
 
@@ -114,7 +115,7 @@ def _read(policy: PolicyModel, out: PolicyOutput, work: Work, config: Config, ke
         rows["entropy"] = out.entropy
     routing = None
     if out.row is not None:
-        rows["concentration"], routing = read_attention(
+        rows["concentration"], rows["empty"], routing = read_attention(
             out.row, batch, config, kernels, policy.pg_collection.tp
         )
     if policy.critic is not None:
@@ -127,8 +128,8 @@ def _read(policy: PolicyModel, out: PolicyOutput, work: Work, config: Config, ke
 
 def read_attention(
     row: AttentionInputs, batch: MicroBatch, config: Config, kernels: Kernels, tp_group: Any
-) -> tuple[Tensor, Routing]:
-    """c of every row (Eq. 18–19) and the top-K of this rank's query shard."""
+) -> tuple[Tensor, Tensor, Routing]:
+    """c of every row (Eq. 18–19), whether it had nothing to attend to, and the top-K of this rank's queries."""
     gate = config.gate
     world, rank = tp_group.size(), tp_group.rank()
     rows_per_rank = [batch.rows[batch.owned(world, r)] for r in range(world)]
@@ -150,7 +151,8 @@ def read_attention(
         mass_top_k=gate.mass_top_k,
     )
     own = concentration(stats, gate.statistic, renyi_alpha=gate.renyi_alpha, mass_top_k=gate.mass_top_k)
-    return gather_rows(own, rows_per_rank, tp_group), Routing(top.index, top.weight)
+    empty = gather_rows(empty_history(stats).float(), rows_per_rank, tp_group) > 0
+    return gather_rows(own, rows_per_rank, tp_group), empty, Routing(top.index, top.weight)
 
 
 def _assemble(readings: list[_Reading], config: Config, layout: Layout, count: int) -> Behavior:
@@ -170,6 +172,7 @@ def _assemble(readings: list[_Reading], config: Config, layout: Layout, count: i
         logprob=logprob,
         entropy=entropy,
         concentration=pick("concentration"),
+        empty=pick("empty"),
         values=values,
         routing=_routing_by_sample(readings, layout, count),
     )

@@ -36,10 +36,13 @@ def measure(
     metrics: dict[str, float] = {}
     if layout.rank == 0:
         in_order = [p for _, p in sorted(parts, key=lambda p: p[0])]
+        empty = torch.cat([p.pop("empty") for p in in_order]) if "empty" in in_order[0] else None
         table = token_table(experience, in_order)
         metrics = step_metrics(
             table, group_size=config.rollout.responses, lam=lam, gaps=config.transport.gaps
         )
+        if empty is not None:
+            metrics["gate/empty_rows"] = float(empty[table.mask].double().mean())
         if table.kappa is not None and config.gate.mode == "attention":
             metrics |= gate_table.position_entries(table.kappa, table.cu_seqlens, table.mask)
     return from_rank0(metrics)
@@ -59,6 +62,8 @@ def _part(behavior: Behavior, ref_logprob: Tensor | None, credit: Credit) -> dic
         "value": credit.value,
         "lambda_return": credit.lambda_return,
     }
+    if behavior.empty is not None:
+        part["empty"] = behavior.empty[rows]
     if behavior.values is not None and credit.value is not None:
         part["dead"] = behavior.values.dead[rows]
         part["saturated"] = credit.value.abs() >= 1  # the clamp's bound: nothing else lands there

@@ -244,7 +244,8 @@ def summary(state: RunState, folder: Path) -> str:
     lines = [
         f"finished after step {state.step}; {where}",
         f"held-out accuracy: {state.history[0].accuracy:.3f} at step {state.history[0].step}, "
-        f"final {ends.final:.3f}, best {ends.best:.3f} (step {ends.best_step}), last-20 {ends.last_20:.3f}{aulc}",
+        f"final {ends.final:.3f}, best {ends.best:.3f} (step {ends.best_step}), "
+        f"last-20 {ends.last_20:.3f}{aulc}",
         *gate_lines(read_metrics(folder / "metrics.jsonl")[-1]),
     ]
     return "\n".join(lines)
