@@ -129,7 +129,7 @@ def _read(policy: PolicyModel, out: PolicyOutput, work: Work, config: Config, ke
 def read_attention(
     row: AttentionInputs, batch: MicroBatch, config: Config, kernels: Kernels, tp_group: Any
 ) -> tuple[Tensor, Tensor, Routing]:
-    """c of every row (Eq. 18–19), whether it had nothing to attend to, and the top-K of this rank's queries."""
+    """c of every row (Eq. 18–19), whether it had no history, and the top-K of this rank's query shard."""
     gate = config.gate
     world, rank = tp_group.size(), tp_group.rank()
     rows_per_rank = [batch.rows[batch.owned(world, r)] for r in range(world)]
