@@ -28,6 +28,10 @@ def quiet_dependencies() -> None:
     """Hide what pinned libraries say about their own future, on which a user cannot act."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
+    # Megatron's optimizer reads `.grad` of parameter shards, on a CPU through our function mode.
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+    for name in ("models.gpt.gpt_model", "dist_checkpointing.strategies.torch"):
+        logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
 
 
 def launch(arguments: Sequence[str], num_processes: int, module: str = "comppo_mcore.cli") -> int:
