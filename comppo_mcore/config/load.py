@@ -18,10 +18,15 @@ from comppo_mcore.errors import UserError
 
 Tree = dict[str, Any]
 
-# What may differ when a run is continued: how long it goes on, and what is watched and kept.
+# What may differ when a run is continued: where it lies, how long it goes on, and what is watched and kept.
 FREE_FIELDS = frozenset(
     {
+        "run.name",  # a run folder may be moved
+        "run.dir",
         "run.allow_config_change",
+        "parallel.timeout_minutes",
+        "reward.workers",
+        "train.max_bad_steps",
         "train.steps",
         "train.eval_every",
         "train.eval_problems",

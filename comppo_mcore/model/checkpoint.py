@@ -104,8 +104,8 @@ def _read(wanted: dict[str, Any], path: Path, layout: Layout) -> Any:
         problem = error
     if any_rank(problem is not None, layout.device):
         raise UserError(
-            f"checkpoint {path} holds other tensors than the configured model: set model.path, critic, "
-            "algo.name and optim.name back to what the run began with, or run.name to start another run"
+            f"checkpoint {path} holds other tensors than the configured model: set model.path, critic and "
+            "algo.name back to what the run began with, or run.name to start another run"
         ) from problem
     return state
 
