@@ -53,8 +53,8 @@ def save(
     """
     if not is_finite(ddp, optimizer, layout):
         raise UserError(
-            f"the weights after step {step} hold NaN or inf and are not saved: relaunch to go on from the last "
-            f"checkpoint in {folder}, with lower optim.lr and critic.lr if that does not help"
+            f"the weights after step {step} hold NaN or inf and are not saved: relaunch to go on from the "
+            f"last checkpoint in {folder}, with lower optim.lr and critic.lr if that does not help"
         )
     final = folder / f"step_{step:08d}"
     partial = final.with_name(final.name + _PARTIAL)
