@@ -43,7 +43,8 @@ def build_table(run_folder: Path) -> PositionTable:
     for record in read_metrics(path):
         if SUM_KEY.format(0) in record:
             sums += torch.tensor(
-                [[record[key.format(b)] for b in range(POSITION_BINS)] for key in (SUM_KEY, COUNT_KEY)]
+                [[record[key.format(b)] for b in range(POSITION_BINS)] for key in (SUM_KEY, COUNT_KEY)],
+                dtype=torch.float64,
             )
     if sums[1].sum() == 0:
         raise UserError(
