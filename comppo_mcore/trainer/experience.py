@@ -22,7 +22,7 @@ from comppo_mcore.reward.pool import Answer, Grader, Verdict
 from comppo_mcore.reward.reward import Reward, terminal_reward
 from comppo_mcore.rollout.engine import Completion, Sampling
 from comppo_mcore.trainer.schedule import step_seed
-from comppo_mcore.trainer.session import Session
+from comppo_mcore.trainer.session import Session, max_prompt_tokens
 from comppo_mcore.trainer.state import RunState
 from comppo_mcore.trainer.transport import Evidence
 
@@ -120,9 +120,8 @@ def roll_out(
 
 def encode(session: Session, problems: Sequence[Problem]) -> list[EncodedPrompt]:
     """Prompts of problems, each short enough to leave the response its room."""
-    context = session.config.model.max_context or session.shape.max_positions
     prompts = [encode_prompt(session.text.tokenizer, problem) for problem in problems]
-    check_prompt_lengths(prompts, context - session.config.rollout.max_response_tokens)
+    check_prompt_lengths(prompts, max_prompt_tokens(session.config, session.shape))
     return prompts
 
 

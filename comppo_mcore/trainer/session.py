@@ -8,8 +8,8 @@ from typing import Any
 from comppo_mcore.config.algorithm import has_critic
 from comppo_mcore.config.model_shape import ModelShape, read_model_shape
 from comppo_mcore.config.schema import Config
-from comppo_mcore.data.dataset import Dataset, load_dataset
-from comppo_mcore.data.tokenizer import load_tokenizer, stop_token_ids
+from comppo_mcore.data.dataset import Dataset, FileDataset, load_dataset
+from comppo_mcore.data.tokenizer import check_prompt_lengths, encode_prompt, load_tokenizer, stop_token_ids
 from comppo_mcore.errors import UserError
 from comppo_mcore.kernels.select import Kernels, select
 from comppo_mcore.model.factory import build_policy, torch_dtype
@@ -54,15 +54,48 @@ class TrainSession(Session):
 
 
 def load_text(config: Config, shape: ModelShape) -> Text:
-    """Problems and tokenizer, checked against each other and against the model."""
-    dataset = load_dataset(config)
+    """Problems and tokenizer, checked against each other and against the model.
+
+    Without a problem file, which a warm start on `sft.path` can do without, there are no problems.
+    """
+    no_file = config.data.source == "file" and config.data.path is None
+    dataset = FileDataset((), ()) if no_file else load_dataset(config)
     tokenizer = load_tokenizer(config.model.path)
     if len(tokenizer) > shape.vocab_size:
         raise UserError(
             f"model.path {config.model.path!r} has a tokenizer of {len(tokenizer)} tokens but a model of "
             f"vocab_size {shape.vocab_size}: give the tokenizer the model was made for"
         )
+    prompts = [encode_prompt(tokenizer, p) for p in dataset.eval_problems(config.train.eval_problems)]
+    check_prompt_lengths(prompts, max_prompt_tokens(config, shape))
     return Text(dataset, tokenizer, stop_token_ids(config.model.path, tokenizer))
+
+
+def max_prompt_tokens(config: Config, shape: ModelShape) -> int:
+    """What the context leaves for a prompt beside a response of full length."""
+    context = config.model.max_context or shape.max_positions
+    return max(0, context - config.rollout.max_response_tokens)
+
+
+def check_training_prompts(config: Config, shape: ModelShape, text: Text) -> None:
+    """Before any work: every prompt fits the context and a micro-batch together with a full response.
+
+    Of a source without end only the first step's prompts are read. A thousand take some tenths of a second.
+
+    Raises:
+        UserError: one does not.
+    """
+    dataset, response = text.dataset, config.rollout.max_response_tokens
+    count = dataset.num_train or config.rollout.prompts
+    prompts = [encode_prompt(text.tokenizer, dataset.train_problem(i)) for i in range(count)]
+    check_prompt_lengths(prompts, max_prompt_tokens(config, shape))
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    length, limit = len(longest.token_ids), config.train.micro_batch_tokens
+    if length + response > limit:
+        raise UserError(
+            f"train.micro_batch_tokens is {limit}, but prompt {longest.problem_id} has {length} tokens and "
+            f"rollout.max_response_tokens is {response}: set it to at least their sum, {length + response}"
+        )
 
 
 def build_session(config: Config) -> Session:
@@ -79,6 +112,7 @@ def build_train_session(config: Config) -> TrainSession:
     """Policy with its critic, optimizer, reference and engine."""
     shape = read_model_shape(config.model.path)
     text = load_text(config, shape)
+    check_training_prompts(config, shape, text)
     layout = initialize(config.parallel, config.run.seed)
     kernels = select(config.kernels.mode)
     policy = load_policy(config, shape, layout, kernels, with_critic=has_critic(config))

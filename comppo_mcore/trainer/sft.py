@@ -30,7 +30,7 @@ from comppo_mcore.model.policy import Pass, PolicyOutput
 from comppo_mcore.reward.pool import Grader
 from comppo_mcore.trainer.evaluate import evaluate
 from comppo_mcore.trainer.files import write_text_atomic
-from comppo_mcore.trainer.logging import StageClock, memory_metrics, open_sink
+from comppo_mcore.trainer.logging import Sink, StageClock, memory_metrics, open_sink
 from comppo_mcore.trainer.schedule import pack_micro_batches
 from comppo_mcore.trainer.session import TrainSession, build_engine, load_policy, load_text, sync_weights
 
@@ -43,10 +43,15 @@ class SftWork(Work):
 
 
 def main(config: Config) -> None:
-    """Imitate the examples for `sft.steps` optimizer steps and write a Hugging Face folder."""
+    """Imitate the examples for `sft.steps` optimizer steps and write a Hugging Face folder.
+
+    Raises:
+        UserError: the run folder holds a training run, or the loss is not finite.
+    """
+    folder = Path(config.run.dir) / config.run.name
+    refuse_training_run(folder, config.run.name)
     examples = load_examples(config)
     session = build_sft_session(config)
-    folder = Path(config.run.dir) / config.run.name
     out = Path(config.sft.out) if config.sft.out else folder / "hf"
     if session.layout.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,17 +66,29 @@ def main(config: Config) -> None:
                 raise UserError(f"sft.lr is {config.sft.lr} and step {step} gave NaN or inf: lower it")
             sink.step(step, metrics | clock.metrics() | memory_metrics())
         save_hf(session.policy, config.model.path, out)
-        sync_weights(session, config.sft.steps)
-        sink.stage("evaluation")
-        with Grader(config.reward) as grader:
-            result = evaluate(session, grader, config.sft.steps)
-        sink.note(
-            f"warm start after {config.sft.steps} steps: greedy accuracy {result.accuracy:.3f} on "
-            f"{result.num_problems} held-out problems; model in {out}"
-        )
+        sink.note(f"warm start after {config.sft.steps} steps: {accuracy(session, sink)}model in {out}")
     finally:
         sink.close()
     parallel.shutdown()
+
+
+def refuse_training_run(folder: Path, name: str) -> None:
+    """A warm start begins `metrics.jsonl` anew, which must not be that of a run of `comppo train`."""
+    if (folder / "checkpoints").exists():
+        raise UserError(
+            f"run.name is {name}, but {folder} holds a training run with its checkpoints: choose another name"
+        )
+
+
+def accuracy(session: TrainSession, sink: Sink) -> str:
+    """Held-out accuracy in words; nothing where there are no held-out problems."""
+    if not session.text.dataset.eval_problems(1):
+        return ""
+    sync_weights(session, session.config.sft.steps)
+    sink.stage("evaluation")
+    with Grader(session.config.reward) as grader:
+        result = evaluate(session, grader, session.config.sft.steps)
+    return f"greedy accuracy {result.accuracy:.3f} on {result.num_problems} held-out problems; "
 
 
 def build_sft_session(config: Config) -> TrainSession:

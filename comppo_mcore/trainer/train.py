@@ -25,6 +25,7 @@ from comppo_mcore.trainer.loop import observed, train_step
 from comppo_mcore.trainer.metrics import reach_warning
 from comppo_mcore.trainer.session import TrainSession, build_train_session, sync_weights
 from comppo_mcore.trainer.state import RunState, from_json, initial_state
+from comppo_mcore.trainer.update import needs_reference
 
 
 def main(config: Config) -> None:
@@ -135,9 +136,12 @@ def one_step(
 def count_tokens(clock: StageClock, config: Config, metrics: dict[str, float]) -> None:
     """Response tokens that each part of the step worked on, for its throughput."""
     tokens = int(metrics.get("response/tokens", 0))
-    for part in ("rollout", "behavior pass", "reference pass"):
+    for part in ("rollout", "behavior pass", "transport"):
         clock.count(part, tokens)
-    clock.count("update", tokens * config.algo.epochs)
+    if needs_reference(config):
+        clock.count("reference pass", tokens)
+    epochs = min(config.algo.epochs, int(metrics.get("controller/epochs", config.algo.epochs)))
+    clock.count("update", tokens * epochs)
 
 
 def evaluated(session: TrainSession, grader: Grader, state: RunState) -> RunState:
