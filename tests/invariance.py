@@ -76,10 +76,6 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "clipped_bf16": {**_BINDING, "model": {"dtype": "bf16"}},
     "grpo": {"algo": {"name": "grpo"}},  # sequence aggregation
     "ppo": {"algo": {"name": "ppo"}, "transport": {"gamma": 0.97}, "critic": {"backbone_grad": "full"}},
-    "fixed": {  # Prop. 1: what ppo is, written out
-        "gate": {"mode": "fixed", "fixed_kappa": 0.97},
-        "critic": {"kind": "standard", "backbone_grad": "full"},
-    },
     "shuffled": {
         "gate": {"mode": "shuffled"},
         "critic": {"backbone_grad": "full"},
