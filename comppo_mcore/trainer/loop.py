@@ -72,11 +72,11 @@ def train_step(
     if (reason := unusable(read, experience, layout)) is not None:
         return _bad(state, experience, reason, folder, layout.rank)
     state = with_calibration(state, read, experience, session)
-    with clock("transport"):
+    with clock("transport"):  # with the measuring, a collective: the first stage waits for the last one's work
         credit = transport_credit(session, read, experience, mine, state, factors)
-    metrics = measure(
-        experience, read.behavior, read.ref_logprob, credit, state.gate.envelope.lam, config, layout
-    )
+        metrics = measure(
+            experience, read.behavior, read.ref_logprob, credit, state.gate.envelope.lam, config, layout
+        )
     check_gap(_gap(metrics), config.rollout.gap_limit)
     metrics |= controller_metrics(state.controller, factors)
 
