@@ -72,7 +72,8 @@ def train_step(
     if (reason := unusable(read, experience, layout)) is not None:
         return _bad(state, experience, reason, folder, layout.rank)
     state = with_calibration(state, read, experience, session)
-    with clock("transport"):  # with the measuring, a collective: the first stage waits for the last one's work
+    # Measuring is a collective, so that the clock of the first stage sees the last one's work.
+    with clock("transport"):
         credit = transport_credit(session, read, experience, mine, state, factors)
         metrics = measure(
             experience, read.behavior, read.ref_logprob, credit, state.gate.envelope.lam, config, layout
