@@ -6,6 +6,7 @@
 # COMPPO_PYTHON      interpreter for a new .venv (default: the first of python3.11 … python3 that is ≥ 3.11)
 # COMPPO_TORCH_SPEC  arguments for pip that install the pinned torch, where the default finds the wrong build: for
 #                    example "torch==2.13.0+cpu --extra-index-url <an index that has that build>"
+# COMPPO_BUILD       cpu, cuda or off: which compiled ops to build, in place of what setup.py chooses
 # COMPPO_EXTRA       name of a further requirements/<name>.txt, such as cluster
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -67,6 +68,11 @@ install_extra() {
     pip_install --no-build-isolation -c requirements/cpu.txt -r "requirements/$1.txt"
 }
 
+build_package() {
+    say "building the package and its compiled ops (half a minute; several with CUDA kernels)"
+    pip_install --no-deps --no-build-isolation -e .
+}
+
 if ! recent .venv/bin/python; then
     python=$(find_python)
     say "creating .venv with $python"
@@ -79,4 +85,4 @@ fi
 if [ "${1:-}" = --dev ]; then
     once dev requirements/dev.txt -- pip_install --no-deps -r requirements/dev.txt
 fi
-once package pyproject.toml setup.py -- pip_install --no-deps --no-build-isolation -e .
+once package pyproject.toml setup.py CMakeLists.txt $(find csrc -type f | LC_ALL=C sort) -- build_package "${COMPPO_BUILD:-}"

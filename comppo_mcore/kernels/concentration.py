@@ -74,12 +74,12 @@ def attention_statistics(
 
     Returns:
         The accumulators and the top-K, row by row in the order of `rows`. A row whose mass over I_t is below
-        1e-20 has an empty top-K.
+        1e-20 or not finite has an empty top-K.
 
     Raises:
         ValueError: shapes disagree, or an argument is out of range.
     """
-    _check(q, k, lse, rows, cu_seqlens, prompt_lengths, top_k, wanted)
+    check_arguments(q, k, lse, rows, cu_seqlens, prompt_lengths, top_k, wanted)
     ranges = row_ranges(
         rows, cu_seqlens, prompt_lengths, history=history, skip_first=skip_first, window=window
     )
@@ -182,7 +182,8 @@ def _largest(weights: Tensor, in_history: Tensor, count: int) -> tuple[Tensor, T
 
 def _store_top(top: TopK, batch: RowBatch, column: Tensor, weight: Tensor, mass: Tensor) -> None:
     """Write one batch's top-K, as positions inside the sequence and renormalised weights."""
-    empty = (column < 0) | (mass < MIN_MASS)[..., None]
+    has_mass = (mass >= MIN_MASS) & mass.isfinite()
+    empty = (column < 0) | ~has_mass[..., None]
     index = torch.where(empty, -1, column + batch.first_key[:, None, None])
     share = torch.where(empty, 0.0, weight / mass[..., None])
     real = batch.slot >= 0
@@ -190,7 +191,7 @@ def _store_top(top: TopK, batch: RowBatch, column: Tensor, weight: Tensor, mass:
     top.weight[batch.slot[real]] = share[real]
 
 
-def _check(
+def check_arguments(
     q: Tensor,
     k: Tensor,
     lse: Tensor | None,

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from types import ModuleType
 from typing import Literal
+
+import torch
 
 from comppo_mcore.credit.transport import comp_gae
 from comppo_mcore.errors import UserError
+from comppo_mcore.kernels import compiled, extension
 from comppo_mcore.kernels.concentration import attention_statistics
 from comppo_mcore.kernels.pooling import pool_history
 
 KernelMode = Literal["auto", "require", "reference"]
-EXTENSION = "comppo_mcore._C"
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The ops of one run. Both implementations have the signatures of the eager reference."""
+    """The ops of one run. Both implementations take the same arguments, but for a workspace limit."""
 
     origin: str  # where the ops come from and why, for people
     attention_statistics: Callable
@@ -43,31 +43,31 @@ def select(mode: KernelMode) -> Kernels:
     """
     if mode == "reference":
         return _reference("eager reference (kernels.mode is reference)")
-    extension = _load_extension()
-    if extension is not None:
+    built = extension.load()
+    obstacle = _obstacle(built)
+    if obstacle is None:
         return Kernels(
-            f"compiled ({EXTENSION})",
-            extension.attention_statistics,
-            extension.pool_history,
-            extension.comp_gae,
+            f"compiled ({extension.LIBRARY.name}: {built})",
+            compiled.attention_statistics,
+            compiled.pool_history,
+            compiled.comp_gae,
         )
     if mode == "require":
         raise UserError(
-            f"kernels.mode is 'require', but the compiled extension {EXTENSION} is not installed: "
-            "build it, or set kernels.mode to 'auto' or 'reference'."
+            f"kernels.mode is 'require', but {obstacle}: build the compiled ops with "
+            "`pip install --no-build-isolation -e .`, or set kernels.mode to 'auto' or 'reference'."
         )
-    return _reference(f"eager reference (kernels.mode is auto and {EXTENSION} is not installed)")
+    return _reference(f"eager reference (kernels.mode is auto and {obstacle})")
+
+
+def _obstacle(built: str | None) -> str | None:
+    """Why the compiled ops cannot serve this machine."""
+    if built is None:
+        return f"{extension.LIBRARY.name} is not installed"
+    if torch.cuda.is_available() and "cuda" not in built:
+        return f"{extension.LIBRARY.name} was built without CUDA kernels"
+    return None
 
 
 def _reference(origin: str) -> Kernels:
     return Kernels(origin, attention_statistics, pool_history, comp_gae)
-
-
-def _load_extension() -> ModuleType | None:
-    """The compiled extension; None where it is not installed. One that is there but broken raises."""
-    try:
-        return import_module(EXTENSION)
-    except ModuleNotFoundError as error:
-        if error.name != EXTENSION:
-            raise
-        return None
