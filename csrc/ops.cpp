@@ -1,5 +1,5 @@
 // torch.ops.comppo: schemas, argument checks, and kernels for CPU and, where compiled in, CUDA. Fake kernels and
-// autograd are in comppo_mcore/kernels/ops.py.
+// autograd are in comppo_mcore/kernels/extension.py.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -50,12 +50,13 @@ bool has_shape(const Tensor& x, std::initializer_list<int64_t> shape) {
 
 bool has_layout(const Tensor& x, Layout layout) {
   if (layout == Layout::kContiguous) return x.is_contiguous();
-  return layout == Layout::kStrided || x.dim() == 0 || x.numel() == 0 || x.size(x.dim() - 1) == 1 || x.stride(x.dim() - 1) == 1;
+  const int64_t last = x.dim() - 1;
+  return layout == Layout::kStrided || last < 0 || x.numel() == 0 || x.size(last) == 1 || x.stride(last) == 1;
 }
 
 // The checks every tensor argument gets. `first` is an argument on the device that all must be on.
-void expect(const Tensor& x, const char* name, const Tensor& first, ScalarType dtype, std::initializer_list<int64_t> shape,
-            Layout layout = Layout::kContiguous) {
+void expect(const Tensor& x, const char* name, const Tensor& first, ScalarType dtype,
+            std::initializer_list<int64_t> shape, Layout layout = Layout::kContiguous) {
   STD_TORCH_CHECK(has_shape(x, shape), name, " has shape ", format(x.sizes()), ", not ", format(shape));
   STD_TORCH_CHECK(x.scalar_type() == dtype, name, " is ", torch::headeronly::toString(x.scalar_type()), ", not ",
                   torch::headeronly::toString(dtype));
@@ -75,7 +76,7 @@ DType dtype_of(const Tensor& x, const char* name) {
     case ScalarType::Half:
       return DType::kFloat16;
     default:
-      STD_TORCH_CHECK(false, name, " is ", torch::headeronly::toString(x.scalar_type()), ", not a floating type of this op");
+      STD_TORCH_CHECK(false, name, " is ", torch::headeronly::toString(x.scalar_type()), ", not floating");
   }
 }
 
@@ -120,66 +121,67 @@ void launch(const char* (*launcher)(const Op&, void*), const Op& op, const Tenso
 // Rows of `sums`, in this order, as far as they are wanted; mass and sum_squares always are. Bits of `statistics`.
 enum Statistic { kEntropySum, kMaxWeight, kPowerSum, kTopkMass, kKappa, kNumStatistics };
 
-// A wrong table must not make a kernel read outside its tensors.
-void check_plan(const comppo::AttentionStatistics& op) {
+// A wrong table must not make a kernel read outside its tensors. Rows ascend by packed position.
+void check_rows(const comppo::AttentionStatistics& op) {
   for (int32_t i = 0; i < op.num_rows; ++i) {
     const comppo::RowRange& r = op.rows[i];
     STD_TORCH_CHECK(r.slot >= 0 && r.slot < op.num_rows && r.sequence_start >= 0 && r.position >= 0 &&
                         int64_t{r.sequence_start} + r.position < op.num_keys && r.visible_from >= 0 &&
                         r.visible_from <= r.history_from && r.visible_from <= r.position,
                     "rows[", i, "] describes no row of this op");
-  }
-  STD_TORCH_CHECK(op.blocks[0] == 0 && op.blocks[op.num_blocks] == op.num_items, "blocks do not enclose items");
-  for (int32_t b = 0; b < op.num_blocks; ++b) {
-    STD_TORCH_CHECK(op.blocks[b] < op.blocks[b + 1] && op.blocks[b + 1] <= op.num_items, "blocks[", b, "] is not ascending");
-    const comppo::WorkItem& first = op.items[op.blocks[b]];
-    STD_TORCH_CHECK(first.num_rows >= 1 && first.num_rows <= comppo::kRowsPerBlock && first.row_begin >= 0 &&
-                        first.row_begin <= op.num_rows - first.num_rows,
-                    "items[", op.blocks[b], "] names no rows");
-    const comppo::RowRange* rows = op.rows + first.row_begin;
-    for (int32_t i = op.blocks[b], key = first.key_begin; i < op.blocks[b + 1]; key = op.items[i++].key_end) {
-      const comppo::WorkItem& item = op.items[i];
-      STD_TORCH_CHECK(item.row_begin == first.row_begin && item.num_rows == first.num_rows && item.key_begin == key &&
-                          key % comppo::kKeyTile == 0 && item.key_end > key &&
-                          item.key_end <= (key / comppo::kKeysPerItem + 1) * comppo::kKeysPerItem,
-                      "items[", i, "] does not continue its block");
-    }
-    const int32_t end = op.items[op.blocks[b + 1] - 1].key_end;
-    STD_TORCH_CHECK(int64_t{rows->sequence_start} + end <= op.num_keys, "items[", op.blocks[b + 1] - 1, "] ends beyond k");
-    for (int32_t r = 0; r < first.num_rows; ++r)
-      STD_TORCH_CHECK(rows[r].sequence_start == rows->sequence_start && rows[r].position < end &&
-                          rows[r].visible_from >= first.key_begin,
-                      "rows[", first.row_begin + r, "] sees keys beyond its block");
+    if (i == 0) continue;
+    const comppo::RowRange& before = op.rows[i - 1];
+    STD_TORCH_CHECK(before.sequence_start == r.sequence_start
+                        ? before.position <= r.position && before.visible_from <= r.visible_from
+                        : before.sequence_start + before.position < r.sequence_start,
+                    "rows[", i, "] does not follow rows[", i - 1, "]");
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention_statistics(const Tensor& q, const Tensor& k, const std::optional<Tensor>& lse,
-                                                        const Tensor& rows, const Tensor& items, const Tensor& blocks,
-                                                        double scale, int64_t top_k, int64_t statistics, double renyi_alpha,
-                                                        int64_t mass_top_k, double kappa_lo, double kappa_hi, double tau) {
+// The items of one block, items[begin] … items[end − 1]; it holds the rows from row_begin on.
+void check_block(const comppo::AttentionStatistics& op, int32_t begin, int32_t end, int32_t row_begin) {
+  const comppo::WorkItem& first = op.items[begin];
+  STD_TORCH_CHECK(first.row_begin == row_begin && first.num_rows >= 1 && first.num_rows <= comppo::kRowsPerBlock &&
+                      first.num_rows <= op.num_rows - row_begin && first.key_begin >= 0,
+                  "items[", begin, "] does not begin a block at rows[", row_begin, "]");
+  for (int32_t i = begin, key = first.key_begin; i < end; key = op.items[i++].key_end) {
+    const comppo::WorkItem& item = op.items[i];
+    STD_TORCH_CHECK(item.row_begin == row_begin && item.num_rows == first.num_rows && item.key_begin == key &&
+                        key % comppo::kKeyTile == 0 && item.key_end > key &&
+                        item.key_end <= (int64_t{key} / comppo::kKeysPerItem + 1) * comppo::kKeysPerItem,
+                    "items[", i, "] does not continue its block");
+  }
+  const comppo::RowRange &low = op.rows[row_begin], &high = op.rows[row_begin + first.num_rows - 1];
+  const int32_t key_end = op.items[end - 1].key_end;
+  STD_TORCH_CHECK(low.sequence_start == high.sequence_start && low.visible_from >= first.key_begin &&
+                      high.position < key_end && int64_t{low.sequence_start} + key_end <= op.num_keys,
+                  "items[", begin, "] to items[", end - 1, "] do not hold what their rows see");
+}
+
+void check_plan(const comppo::AttentionStatistics& op) {
+  check_rows(op);
+  STD_TORCH_CHECK(op.blocks[0] == 0 && op.blocks[op.num_blocks] == op.num_items, "blocks do not enclose items");
+  int32_t row = 0;
+  for (int32_t b = 0; b < op.num_blocks; ++b) {
+    STD_TORCH_CHECK(op.blocks[b] < op.blocks[b + 1] && op.blocks[b + 1] <= op.num_items, "blocks[", b,
+                    "] is not ascending");
+    check_block(op, op.blocks[b], op.blocks[b + 1], row);
+    const comppo::WorkItem& first = op.items[op.blocks[b]];
+    STD_TORCH_CHECK(row == 0 || op.rows[row - 1].sequence_start != op.rows[row].sequence_start ||
+                        op.items[op.blocks[b - 1]].key_begin <= first.key_begin,
+                    "items[", op.blocks[b], "] begins before the block before it");
+    row += first.num_rows;
+  }
+  STD_TORCH_CHECK(row == op.num_rows, "blocks hold ", row, " of ", op.num_rows, " rows");
+}
+
+void set_inputs(comppo::AttentionStatistics& op, const Tensor& q, const Tensor& k, const std::optional<Tensor>& lse) {
   expect(q, "q", q, q.scalar_type(), {kAny, kAny, kAny}, Layout::kRows);
-  const int64_t num_rows = q.size(0), num_heads = q.size(1);
   expect(k, "k", q, q.scalar_type(), {kAny, kAny, q.size(2)}, Layout::kRows);
+  if (lse) expect(*lse, "lse", q, ScalarType::Float, {q.size(1), q.size(0)}, Layout::kStrided);
   STD_TORCH_CHECK(q.size(2) > 0, "q has head_dim 0");
-  STD_TORCH_CHECK(num_heads > 0 && k.size(1) > 0 && num_heads % k.size(1) == 0, "q has ", num_heads,
+  STD_TORCH_CHECK(q.size(1) > 0 && k.size(1) > 0 && q.size(1) % k.size(1) == 0, "q has ", q.size(1),
                   " heads, not a multiple of the ", k.size(1), " of k");
-  if (lse) expect(*lse, "lse", q, ScalarType::Float, {num_heads, num_rows}, Layout::kStrided);
-  expect(rows, "rows", q, ScalarType::Int, {num_rows, sizeof(comppo::RowRange) / 4});
-  expect(items, "items", q, ScalarType::Int, {kAny, sizeof(comppo::WorkItem) / 4});
-  expect(blocks, "blocks", q, ScalarType::Int, {kAny});
-  STD_TORCH_CHECK(blocks.size(0) > 0, "blocks is empty");
-  check_range(top_k, 0, comppo::kMaxTopK, "top_k");
-  check_range(mass_top_k, 1, comppo::kMaxTopK, "mass_top_k");
-  check_range(statistics, 0, (1 << kNumStatistics) - 1, "statistics");
-
-  const Tensor sums = torch::stable::new_empty(q, {2 + __builtin_popcountll(statistics), num_rows}, ScalarType::Float);
-  const Tensor index = torch::stable::new_empty(q, {num_rows, top_k}, ScalarType::Int);
-  const Tensor weight = torch::stable::new_empty(q, {num_rows, top_k}, ScalarType::Float);
-  float* next = sums.mutable_data_ptr<float>();
-  const auto take = [&](bool wanted) { return wanted ? std::exchange(next, next + num_rows) : nullptr; };
-  const auto wanted = [&](Statistic s) { return take(statistics >> s & 1); };
-
-  comppo::AttentionStatistics op{};
   op.dtype = dtype_of(q, "q");
   STD_TORCH_CHECK(op.dtype != DType::kFloat64, "q is Double, not Float, BFloat16 or Half");
   op.q = q.const_data_ptr();
@@ -193,23 +195,35 @@ std::tuple<Tensor, Tensor, Tensor> attention_statistics(const Tensor& q, const T
     op.lse_head_stride = lse->stride(0);
     op.lse_row_stride = lse->stride(1);
   }
-  op.num_rows = int32(num_rows, "the number of rows");
+  op.num_rows = int32(q.size(0), "the number of rows");
   op.num_keys = int32(k.size(0), "the number of keys");
-  op.num_heads = int32(num_heads, "the number of heads");
+  op.num_heads = int32(q.size(1), "the number of heads");
   op.num_kv_heads = int32(k.size(1), "the number of key heads");
   op.head_dim = int32(q.size(2), "head_dim");
-  op.scale = float(scale);
+}
+
+void set_plan(comppo::AttentionStatistics& op, const Tensor& q, const Tensor& rows, const Tensor& items,
+              const Tensor& blocks) {
+  expect(rows, "rows", q, ScalarType::Int, {op.num_rows, sizeof(comppo::RowRange) / sizeof(int32_t)});
+  expect(items, "items", q, ScalarType::Int, {kAny, sizeof(comppo::WorkItem) / sizeof(int32_t)});
+  expect(blocks, "blocks", q, ScalarType::Int, {kAny});
+  STD_TORCH_CHECK(blocks.size(0) > 0, "blocks is empty");
   op.rows = static_cast<const comppo::RowRange*>(rows.const_data_ptr());
   op.items = static_cast<const comppo::WorkItem*>(items.const_data_ptr());
   op.blocks = blocks.const_data_ptr<int32_t>();
   op.num_items = int32(items.size(0), "the number of items");
   op.num_blocks = int32(blocks.size(0) - 1, "the number of blocks");
-  op.top_k = int32_t(top_k);
-  op.mass_top_k = int32_t(mass_top_k);
-  op.renyi_alpha = float(renyi_alpha);
-  op.kappa_lo = float(kappa_lo);
-  op.kappa_hi = float(kappa_hi);
-  op.tau = float(tau);
+}
+
+// Room for the results: sums, index, weight.
+std::tuple<Tensor, Tensor, Tensor> set_results(comppo::AttentionStatistics& op, const Tensor& q, int64_t statistics) {
+  const int64_t num_rows = op.num_rows, top_k = op.top_k;
+  const Tensor sums = torch::stable::new_empty(q, {2 + __builtin_popcountll(statistics), num_rows}, ScalarType::Float);
+  const Tensor index = torch::stable::new_empty(q, {num_rows, top_k}, ScalarType::Int);
+  const Tensor weight = torch::stable::new_empty(q, {num_rows, top_k}, ScalarType::Float);
+  float* next = sums.mutable_data_ptr<float>();
+  const auto take = [&](bool wanted) { return wanted ? std::exchange(next, next + num_rows) : nullptr; };
+  const auto wanted = [&](Statistic s) { return take(statistics >> s & 1); };
   op.mass = take(true);
   op.sum_squares = take(true);
   op.entropy_sum = wanted(kEntropySum);
@@ -219,17 +233,38 @@ std::tuple<Tensor, Tensor, Tensor> attention_statistics(const Tensor& q, const T
   op.kappa = wanted(kKappa);
   op.index = index.mutable_data_ptr<int32_t>();
   op.weight = weight.mutable_data_ptr<float>();
+  return {sums, index, weight};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_statistics(
+    const Tensor& q, const Tensor& k, const std::optional<Tensor>& lse, const Tensor& rows, const Tensor& items,
+    const Tensor& blocks, double scale, int64_t top_k, int64_t statistics, double renyi_alpha, int64_t mass_top_k,
+    double kappa_lo, double kappa_hi, double tau) {
+  check_range(top_k, 0, comppo::kMaxTopK, "top_k");
+  check_range(mass_top_k, 1, comppo::kMaxTopK, "mass_top_k");
+  check_range(statistics, 0, (1 << kNumStatistics) - 1, "statistics");
+  comppo::AttentionStatistics op{};
+  set_inputs(op, q, k, lse);
+  set_plan(op, q, rows, items, blocks);
+  op.scale = float(scale);
+  op.top_k = int32_t(top_k);
+  op.mass_top_k = int32_t(mass_top_k);
+  op.renyi_alpha = float(renyi_alpha);
+  op.kappa_lo = float(kappa_lo);
+  op.kappa_hi = float(kappa_hi);
+  op.tau = float(tau);
+  const auto results = set_results(op, q, statistics);
 #ifdef COMPPO_CUDA
   if (q.is_cuda()) {
     const Tensor workspace = scratch(q, comppo::cuda::attention_statistics_workspace(op));
     op.workspace = workspace.mutable_data_ptr();
     launch(comppo::cuda::attention_statistics, op, q);
-    return {sums, index, weight};
+    return results;
   }
 #endif
   check_plan(op);
   comppo::cpu::attention_statistics(op);
-  return {sums, index, weight};
+  return results;
 }
 
 // ---------------------------------------------------------------- op B
@@ -301,7 +336,7 @@ std::tuple<Tensor, Tensor> pool_history(const Tensor& query_beta, const Tensor& 
   return {pooled, score_sum};
 }
 
-// A counting sort, stable by construction. The CUDA counterpart is in kernels/ops.py.
+// A counting sort, stable by construction. CUDA tensors get the stable sort of kernels/extension.py.
 std::tuple<Tensor, Tensor, Tensor> transpose_edges(const Tensor& index, const Tensor& seq_start, int64_t num_keys) {
   expect(index, "topk_index", index, ScalarType::Int, {kAny, kAny});
   expect(seq_start, "seq_start", index, ScalarType::Long, {index.size(0)});
@@ -345,8 +380,9 @@ void check_transposed(const comppo::Transposed& edges, int64_t num_edges, int64_
 
 std::tuple<Tensor, Tensor, Tensor> pool_history_backward(
     const Tensor& grad_pooled, const Tensor& grad_score_sum, const Tensor& query_beta, const Tensor& query_rel,
-    const Tensor& key_features, const Tensor& index, const Tensor& weight, const Tensor& seq_start, const Tensor& pooled,
-    const Tensor& score_sum, const Tensor& order, const Tensor& key_offsets, const Tensor& chunk_offsets, double epsilon) {
+    const Tensor& key_features, const Tensor& index, const Tensor& weight, const Tensor& seq_start,
+    const Tensor& pooled, const Tensor& score_sum, const Tensor& order, const Tensor& key_offsets,
+    const Tensor& chunk_offsets, double epsilon) {
   comppo::PoolHistoryBackward op{};
   op.forward = pooling(query_beta, query_rel, key_features, index, weight, seq_start, epsilon);
   const ScalarType dtype = query_beta.scalar_type();
@@ -423,8 +459,8 @@ std::tuple<Tensor, Tensor, Tensor> comp_gae(const Tensor& rewards, const Tensor&
     return {delta, advantage, lambda_return};
   }
 #endif
-  STD_TORCH_CHECK(op.cu_seqlens[0] == 0 && op.cu_seqlens[op.num_responses] == num_tokens, "cu_seqlens does not lead from 0 to ",
-                  num_tokens);
+  STD_TORCH_CHECK(op.cu_seqlens[0] == 0 && op.cu_seqlens[op.num_responses] == num_tokens,
+                  "cu_seqlens does not lead from 0 to ", num_tokens);
   for (int32_t b = 0; b < op.num_responses; ++b)
     STD_TORCH_CHECK(op.cu_seqlens[b] <= op.cu_seqlens[b + 1], "cu_seqlens decreases from ", op.cu_seqlens[b], " to ",
                     op.cu_seqlens[b + 1], " at entry ", b + 1);

@@ -118,34 +118,32 @@ def test_bad_input_is_refused_by_name_and_value(op: str, name: str, value: Any, 
 # ---------------------------------------------------------------- the ops themselves
 
 
-def raw_attention(**changes: Any) -> Any:
-    """torch.ops.comppo.attention_statistics with a table replaced."""
-    x = attention_call()
+def planned(call: dict[str, Any]) -> dict[str, Tensor]:
+    """The tables of a call of `attention_statistics`."""
+    names = ("history", "skip_first", "window")
     plan = compiled.make_plan(
-        x["rows"], x["cu_seqlens"], x["prompt_lengths"], 9, history="all", skip_first=0, window=None
+        call["rows"],
+        call["cu_seqlens"],
+        call["prompt_lengths"],
+        len(call["k"]),
+        **{name: call[name] for name in names},
     )
-    tables = {
-        "rows": plan.rows,
-        "items": plan.items,
-        "blocks": plan.blocks,
+    return {"rows": plan.rows, "items": plan.items, "blocks": plan.blocks}
+
+
+def raw_attention(call: dict[str, Any], **changes: Any) -> Any:
+    """torch.ops.comppo.attention_statistics with an argument replaced."""
+    x = {
+        "lse": None,
         "top_k": 4,
         "statistics": 0,
-    } | changes
+        **{name: call[name] for name in ("q", "k")},
+        **planned(call),
+    }
+    x |= changes
+    tensors = (x[name] for name in ("q", "k", "lse", "rows", "items", "blocks"))
     return torch.ops.comppo.attention_statistics(
-        x["q"],
-        changes.get("k", x["k"]),
-        None,
-        tables["rows"],
-        tables["items"],
-        tables["blocks"],
-        1.0,
-        tables["top_k"],
-        tables["statistics"],
-        3.0,
-        8,
-        0.0,
-        0.0,
-        0.0,
+        *tensors, 1.0, x["top_k"], x["statistics"], 3.0, 8, 0.0, 0.0, 0.0
     )
 
 
@@ -157,30 +155,30 @@ def with_entry(table: Tensor, index: tuple[int, ...], value: int) -> Tensor:
 
 def test_bad_input_of_the_attention_op() -> None:
     """A table that would lead outside a tensor is refused."""
-    x = attention_call()
-    plan = compiled.make_plan(
-        x["rows"], x["cu_seqlens"], x["prompt_lengths"], 9, history="all", skip_first=0, window=None
-    )
-    assert len(raw_attention()[0]) == 2
+    call = attention_call()
+    plan = planned(call)
+    assert len(raw_attention(call)[0]) == 2
     for column, value in ((0, 7), (0, -1), (1, -1), (2, 9), (2, -1), (3, -1), (4, -1)):
         with pytest.raises(RuntimeError, match=r"rows\[3\]"):
-            raw_attention(rows=with_entry(plan.rows, (3, column), value))
+            raw_attention(call, rows=with_entry(plan["rows"], (3, column), value))
     for column, value in ((0, 6), (1, 65), (1, 0), (2, 1), (3, 0), (3, 2049), (3, 6)):
-        with pytest.raises(RuntimeError, match=r"items\[|rows\["):
-            raw_attention(items=with_entry(plan.items, (1, column), value))
+        with pytest.raises(RuntimeError, match=r"items\[1\]"):
+            raw_attention(call, items=with_entry(plan["items"], (1, column), value))
     for value in ([0, 2, 1], [0, 1, 3], [1, 1, 2], [0, 0, 2]):
         with pytest.raises(RuntimeError, match="blocks"):
-            raw_attention(blocks=torch.tensor(value, dtype=torch.int32))
+            raw_attention(call, blocks=torch.tensor(value, dtype=torch.int32))
+    with pytest.raises(RuntimeError, match="blocks hold 4 of 7 rows"):
+        raw_attention(call, items=plan["items"][:1], blocks=plan["blocks"][:2])
     with pytest.raises(RuntimeError, match="blocks is empty"):
-        raw_attention(blocks=plan.blocks[:0])
+        raw_attention(call, blocks=plan["blocks"][:0])
     with pytest.raises(RuntimeError, match="rows is Long, not Int"):
-        raw_attention(rows=plan.rows.long())
+        raw_attention(call, rows=plan["rows"].long())
     with pytest.raises(RuntimeError, match=r"k has shape \[9, 2, 7\]"):
-        raw_attention(k=x["k"][..., :7])
+        raw_attention(call, k=call["k"][..., :7])
     with pytest.raises(RuntimeError, match="top_k is 65"):
-        raw_attention(top_k=65)
+        raw_attention(call, top_k=65)
     with pytest.raises(RuntimeError, match="statistics is 32"):
-        raw_attention(statistics=32)
+        raw_attention(call, statistics=32)
 
 
 def test_bad_input_of_the_pooling_ops() -> None:
@@ -286,10 +284,8 @@ def test_arbitrary_tables_do_not_crash(data: st.DataObject) -> None:
             assert str(error)
 
     x, ops = pooling_call(), torch.ops.comppo
-    try:
-        raw_attention(rows=table(7, 5), items=table(2, 4), blocks=table(3))
-    except RuntimeError as error:
-        assert str(error)
+    arbitrary = {"rows": table(7, 5), "items": table(2, 4), "blocks": table(3)}
+    attempt(lambda: raw_attention(attention_call(), **arbitrary))
     index, start = table(3, 2), table(3).long()
     attempt(ops.transpose_edges, index, start, 6)
     attempt(ops.pool_history, *{**x, "topk_index": index, "seq_start": start}.values(), 1e-8)
@@ -297,6 +293,24 @@ def test_arbitrary_tables_do_not_crash(data: st.DataObject) -> None:
     attempt(ops.pool_history_backward, torch.ones(3, 5), torch.ones(3), *x.values(), *saved)
     tokens = (torch.ones(4),) * 3
     attempt(ops.comp_gae, *tokens, table(3).long(), torch.ones(4, dtype=torch.bool), None, 0.9, False)
+
+
+@settings(max_examples=4 * EXAMPLES, deadline=None)
+@given(data=st.data(), given_lse=st.booleans())
+def test_plans_with_wrong_entries_do_not_crash(data: st.DataObject, given_lse: bool) -> None:
+    """A good plan of several blocks with an entry or two replaced."""
+    case = Case(lengths=(300, 70), prompts=(1, 1), heads=2, groups=1, width=4, window=60)
+    q, k = case.tensors()
+    call = {"q": q[case.rows], "k": k, "rows": case.rows, "cu_seqlens": case.cu_seqlens} | case.arguments()
+    tables = planned(call)
+    for _ in range(data.draw(st.integers(1, 3))):
+        flat = tables[data.draw(st.sampled_from(sorted(tables)))].view(-1)
+        value = data.draw(st.sampled_from((-1, 0, 1, 64, 127, 128, 256, 300, 2048, 2**31 - 128)))
+        flat[data.draw(st.integers(0, len(flat) - 1))] = value
+    try:
+        raw_attention(call, lse=torch.zeros(2, len(case.rows)) if given_lse else None, **tables)
+    except RuntimeError as error:
+        assert str(error)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

@@ -146,7 +146,9 @@ def planned_statistics(
     _check_tensor("k", k, (q.dtype,), q.device, last_stride=True)
     if lse is not None:
         _check_tensor("lse", lse, (torch.float32,), q.device)
-    if not 1 <= mass_top_k <= MAX_TOP_K:
+    if "topk_mass" not in wanted:
+        mass_top_k = 1  # not read
+    elif not 1 <= mass_top_k <= MAX_TOP_K:
         raise ValueError(f"mass_top_k is {mass_top_k}, not within 1 to {MAX_TOP_K}")
     names = [name for name in OPTIONAL_STATISTICS if name in wanted]
     statistics = sum(1 << OPTIONAL_STATISTICS.index(name) for name in names)

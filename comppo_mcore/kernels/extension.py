@@ -32,7 +32,8 @@ def load() -> str | None:
     torch.ops.load_library(str(LIBRARY))
     import comppo_mcore._host  # noqa: F401  a library without its planner is broken
 
-    _register_fakes()
+    for name, fake in _FAKES.items():
+        torch.library.register_fake(f"comppo::{name}", fake)
     torch.library.register_autograd(
         "comppo::pool_history", _pool_history_backward, setup_context=_save_for_backward
     )
@@ -70,32 +71,60 @@ def _pool_history_backward(
     return *gradients, None, None, None, None
 
 
-def _register_fakes() -> None:
-    """The shapes of every op's results, for tracing."""
-    register = torch.library.register_fake
+# The shapes of every op's results, for tracing.
 
-    @register("comppo::attention_statistics")
-    def _(q, k, lse, rows, items, blocks, scale, top_k, statistics, *rest):
-        num_rows = q.shape[0]
-        sums = q.new_empty(2 + int(statistics).bit_count(), num_rows, dtype=torch.float32)
-        index = q.new_empty(num_rows, top_k, dtype=torch.int32)
-        return sums, index, torch.empty_like(index, dtype=torch.float32)
 
-    @register("comppo::pool_history")
-    def _(query_beta, query_rel, key_features, *rest):
-        num_rows, width = query_beta.shape
-        pooled = query_beta.new_empty(num_rows, key_features.shape[1] - 2 * width)
-        return pooled, query_beta.new_empty(num_rows)
+def _fake_attention_statistics(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor | None,
+    rows: Tensor,
+    items: Tensor,
+    blocks: Tensor,
+    scale: float,
+    top_k: int,
+    statistics: int,
+    *_: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows = q.shape[0]
+    sums = q.new_empty(2 + int(statistics).bit_count(), num_rows, dtype=torch.float32)
+    index = q.new_empty(num_rows, top_k, dtype=torch.int32)
+    return sums, index, torch.empty_like(index, dtype=torch.float32)
 
-    @register("comppo::transpose_edges")
-    def _(topk_index, seq_start, num_keys):
-        offsets = topk_index.new_empty(num_keys + 1)
-        return topk_index.new_empty(topk_index.numel()), offsets, torch.empty_like(offsets)
 
-    @register("comppo::pool_history_backward")
-    def _(grad_pooled, grad_score_sum, query_beta, query_rel, key_features, *rest):
-        return tuple(x.new_empty(x.shape) for x in (query_beta, query_rel, key_features))
+def _fake_pool_history(
+    query_beta: Tensor, query_rel: Tensor, key_features: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
+    num_rows, width = query_beta.shape
+    return query_beta.new_empty(num_rows, key_features.shape[1] - 2 * width), query_beta.new_empty(num_rows)
 
-    @register("comppo::comp_gae")
-    def _(rewards, *rest):
-        return tuple(torch.empty_like(rewards) for _ in range(3))
+
+def _fake_transpose_edges(
+    topk_index: Tensor, seq_start: Tensor, num_keys: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    offsets = topk_index.new_empty(num_keys + 1)
+    return topk_index.new_empty(topk_index.numel()), offsets, torch.empty_like(offsets)
+
+
+def _fake_pool_history_backward(
+    grad_pooled: Tensor,
+    grad_score_sum: Tensor,
+    query_beta: Tensor,
+    query_rel: Tensor,
+    key_features: Tensor,
+    *_: Any,
+) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (query_beta, query_rel, key_features))
+
+
+def _fake_comp_gae(rewards: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(rewards) for _ in range(3))
+
+
+_FAKES = {
+    "attention_statistics": _fake_attention_statistics,
+    "pool_history": _fake_pool_history,
+    "transpose_edges": _fake_transpose_edges,
+    "pool_history_backward": _fake_pool_history_backward,
+    "comp_gae": _fake_comp_gae,
+}

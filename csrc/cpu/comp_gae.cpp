@@ -40,11 +40,13 @@ class Transport {
 
  private:
   void step(int64_t t, T reward, T& next_value, T& next_advantage) const {
-    delta_[t] = reward + kappa_[t] * next_value - values_[t];
-    advantage_[t] = delta_[t] + lam_ * kappa_[t] * next_advantage;
-    lambda_return_[t] = advantage_[t] + values_[t];
-    next_value = values_[t];
-    next_advantage = advantage_[t];
+    const T value = values_[t], kappa = kappa_[t];
+    const T delta = reward + kappa * next_value - value;
+    next_advantage = delta + lam_ * kappa * next_advantage;
+    next_value = value;
+    delta_[t] = delta;
+    advantage_[t] = next_advantage;
+    lambda_return_[t] = next_advantage + value;
   }
 
   void clear(int64_t t) const { delta_[t] = advantage_[t] = lambda_return_[t] = 0; }

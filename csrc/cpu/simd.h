@@ -75,16 +75,16 @@ inline auto max_lanes(V v) {
   return fold_lanes(v, [](V a, V b) { return a > b ? a : b; });
 }
 
-// Whether any lane of a comparison holds.
-inline bool any(Vec<int32_t> mask) {
+// Bit i: a comparison holds in lane i.
+inline uint32_t lane_bits(Vec<int32_t> mask) {
 #if defined(__AVX512F__)
-  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
 #elif defined(__AVX2__)
-  return _mm256_movemask_ps((__m256)mask) != 0;
+  return uint32_t(_mm256_movemask_ps((__m256)mask));
 #else
-  int32_t bits = 0;
-  for (int i = 0; i < kLanes<int32_t>; ++i) bits |= mask[i];
-  return bits != 0;
+  uint32_t bits = 0;
+  for (int i = 0; i < kLanes<int32_t>; ++i) bits |= uint32_t(mask[i] & 1) << i;
+  return bits;
 #endif
 }
 

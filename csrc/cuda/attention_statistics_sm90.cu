@@ -3,7 +3,8 @@
 //
 // A thread block takes 64 rows × 256 keys at a time; each consumer warpgroup has 32 tokens with the 4 heads of a pass. Its
 // 128 rows × 256 keys are eight products of 64 × 64 in two sets of accumulators by turns: while one product runs, the
-// weights of the one before are computed.
+// weights of the one before are computed. (Products of 64 × 128 read shared memory less often, but two of them beside
+// the 64 weights a thread keeps leave too few registers: ptxas then spills in the main loop.)
 #include "attention/row_sums.cuh"
 #include "attention/wgmma.h"
 #include "launch.cuh"
