@@ -18,8 +18,6 @@ void emulator_configure(uint64_t seed, int compute_capability, int shared_limit)
   emulator::shared_limit = shared_limit;
 }
 
-uint64_t emulator_collectives() { return emulator::num_collectives; }
-
 // Poisoned memory between guard pages; its end is at the upper one, short of the alignment.
 void* emulator_allocate(uint64_t bytes, uint64_t alignment) {
   const emulator::Region r = emulator::map_region(bytes, alignment);

@@ -48,7 +48,6 @@ inline uint64_t seed = 0;
 inline int compute_capability = 90;
 inline int shared_limit = 227 << 10;
 inline char fault[512];
-inline uint64_t num_collectives;
 
 // --- memory that faults when it is left
 
@@ -263,7 +262,6 @@ Out meet(Meeting<members>& meeting, const char* name, const In& in, const Comput
   std::memcpy(static_cast<void*>(ins + member), &in, sizeof in);
   if (++meeting.arrived == members) {
     compute(ins, outs);
-    ++num_collectives;
     meeting.arrived = 0;
     ++meeting.generation;
   } else {

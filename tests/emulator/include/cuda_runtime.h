@@ -83,7 +83,6 @@ inline unsigned __ballot_sync(unsigned mask, bool predicate) {
 }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
 
 inline unsigned __float_as_uint(float x) {
   unsigned bits;
