@@ -118,8 +118,28 @@ class OptimConfig(Section):
     name: Literal["adamw", "sgd"] = "adamw"
 
 
+class SGLangConfig(Section):
+    """The servers of `rollout.engine: sglang`."""
+
+    urls: tuple[str, ...] = ()  # running servers to join; empty: start `servers` on this host
+    python: str = ".venv-sglang/bin/python"  # interpreter of the servers' environment
+    servers: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1)  # GPUs of each server
+    memory_fraction: float = Field(default=0.8, gt=0, lt=1)  # of a GPU's memory: weights and KV cache
+    args: tuple[str, ...] = ()  # further words for `sglang.launch_server`
+    placement: Literal["colocated", "disaggregated"] = "disaggregated"  # share the trainer's GPUs, or not
+    transport: Literal["broadcast", "tensor", "disk"] = "broadcast"  # of the weights
+    master_address: str = "127.0.0.1"  # of the first rank, as the servers reach it; for broadcast
+    bucket_mb: int = Field(default=512, ge=1)  # weights sent at a time, MiB
+    in_flight: int = Field(default=128, ge=1)  # requests at a time, each server
+    start_timeout_s: float = Field(default=900.0, gt=0)
+    request_timeout_s: float = Field(default=1800.0, gt=0)  # of one generation
+    sync_timeout_s: float = Field(default=300.0, gt=0)  # of each request of a weight sync
+    probe_limit: float = Field(default=0.1, gt=0)  # mean |server − trainer| log-prob after a sync, nats
+
+
 class RolloutConfig(Section):
-    engine: Literal["embedded"] = "embedded"
+    engine: Literal["embedded", "sglang"] = "embedded"
     prompts: int = Field(default=4, ge=1)  # per step
     responses: int = Field(default=4, ge=1)  # per prompt
     max_response_tokens: int = Field(default=16384, ge=1)
@@ -127,6 +147,11 @@ class RolloutConfig(Section):
     top_p: float = Field(default=0.7, gt=0, le=1)
     gap_limit: float = Field(default=0.1, gt=0)  # mean |engine − trainer| log-prob, nats per token
     batch_size: int = Field(default=64, ge=1)  # sequences an embedded engine decodes at once
+    oversample: int = Field(default=0, ge=0)  # prompts begun beyond `prompts`; the first to finish count
+    partial: bool = False  # what is aborted goes on in the next step, with new weights
+    max_wait_s: float | None = Field(default=None, gt=0)  # then what still runs counts as truncated
+    lag: Literal[0, 1] = 0  # 1: generate the next step's responses while this one trains
+    sglang: SGLangConfig = SGLangConfig()
 
 
 class ArithmeticConfig(Section):
