@@ -275,8 +275,8 @@ def run_attention(device: Device, case: Attention, posed: Posed) -> Arrays:
 def attention(device: Device, case: Attention) -> Arrays:
     """Sums to twice the error of plain float32 plus 4 ulp; the top-K to 1e-6 of the K-th weight.
 
-    16-bit elements get twice that, because their log-denominators are rounded once more. Twice what torch errs in
-    16 bits would be the wanted bound, and is orders of magnitude wider.
+    16-bit elements get twice that, because their log-denominators are rounded once more. Twice what torch
+    errs in 16 bits would be the wanted bound, and is orders of magnitude wider.
     """
     posed = random_problem(case)
     got = run_attention(device, case, posed)
