@@ -70,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "gate-table":
             return _gate_table(args)
+        if args.command == "convert":
+            return _convert(args, arguments)
         return _run(COMMANDS[args.command], args, arguments)
     except UserError as error:
         return report(error)
@@ -94,8 +96,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     table.add_argument("run_folder", type=Path)
     table.add_argument("--out", type=Path, help="JSON file to write (default: RUN_FOLDER/gate_table.json)")
+    _add_convert(commands)
     args, late = parser.parse_known_args(arguments)  # argparse takes no positionals after an option
-    unknown = [word for word in late if word.startswith("-") or args.command == "gate-table"]
+    unknown = [word for word in late if word.startswith("-") or args.command not in COMMANDS]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if late:
@@ -109,6 +112,39 @@ def _add_config_command(commands: argparse._SubParsersAction, name: str, command
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.steps=3")
     parser.add_argument("--nproc", type=int, help="processes on this host (default: tp × pp × cp)")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+
+
+def _add_convert(commands: argparse._SubParsersAction) -> None:
+    summary = "turn a Hugging Face folder into a Megatron checkpoint, or back"
+    parser = commands.add_parser("convert", help=summary, description=summary, allow_abbrev=False)
+    parser.add_argument(
+        "source", metavar="SOURCE", type=Path, help="Hugging Face folder or Megatron checkpoint"
+    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; must not exist")
+    parser.add_argument("--to", choices=("megatron", "hf"), required=True)
+    parser.add_argument(
+        "--template", type=Path, help="Hugging Face folder with config and tokenizer, for --to hf"
+    )
+    parser.add_argument("--tp", type=_at_least_one, default=1, help="tensor-parallel ranks that do it")
+    parser.add_argument("--pp", type=_at_least_one, default=1, help="pipeline stages that do it")
+    parser.add_argument("--last-stage-layers", type=_at_least_one, help="default: layers split evenly")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of the weights (default: SOURCE's own)")
+
+
+def _at_least_one(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"'{word}' is not a whole number ≥ 1")
+    return int(word)
+
+
+def _convert(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    if args.tp * args.pp > 1 and "WORLD_SIZE" not in os.environ:
+        return launch(arguments, args.tp * args.pp)
+    from comppo_mcore.trainer import convert
+
+    layout = ParallelConfig(tp=args.tp, pp=args.pp, last_stage_layers=args.last_stage_layers)
+    convert.main(convert.Conversion(args.source, args.out, args.to, layout, args.dtype, args.template))
+    return 0
 
 
 def _run(command: Command, args: argparse.Namespace, arguments: Sequence[str]) -> int:

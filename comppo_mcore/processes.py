@@ -30,6 +30,9 @@ def quiet_dependencies() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
     # Megatron's optimizer reads `.grad` of parameter shards, on a CPU through our function mode.
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+    # Megatron reads checkpoints through parts of torch that have successors.
+    warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint\.")
+    warnings.filterwarnings("ignore", message="Please use DTensor instead")
     for name in ("models.gpt.gpt_model", "dist_checkpointing.strategies.torch"):
         logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
 

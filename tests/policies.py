@@ -25,6 +25,13 @@ def parallel_config(**sizes: int) -> ParallelConfig:
 
 def imported_policy(folder: Path, layout: Layout, **sizes: int) -> PolicyModel:
     """An fp32 policy with a critic, holding the folder's weights; `sizes` as in `parallel`."""
+    policy = new_policy(folder, layout, with_critic=True, **sizes)
+    import_hf(policy, folder)
+    return policy
+
+
+def new_policy(folder: Path, layout: Layout, with_critic: bool = False, **sizes: int) -> PolicyModel:
+    """The same with random weights."""
     config = Config.model_validate(
         {
             "model": {"path": str(folder), "dtype": "fp32"},
@@ -32,9 +39,8 @@ def imported_policy(folder: Path, layout: Layout, **sizes: int) -> PolicyModel:
             "critic": {"layers": 1},
         }
     )
-    policy = build_policy(config, read_model_shape(folder), layout, select("reference"), with_critic=True)
-    import_hf(policy, folder)
-    return policy
+    shape = read_model_shape(folder)
+    return build_policy(config, shape, layout, select("reference"), with_critic=with_critic)
 
 
 def policy_logprobs(

@@ -9,13 +9,22 @@ from typing import Any
 
 from comppo_mcore.errors import UserError
 
-FAMILIES = ("qwen3", "llama")
+FAMILIES = ("qwen3", "llama", "qwen3_moe")
 # Llama 3's rotary scaling stretches long wavelengths; Megatron-Core lets only its factor vary.
 LLAMA3_SCALING = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture of experts that takes the MLP's place in every layer."""
+
+    number: int
+    per_token: int
+    normalized: bool  # the weights of a token's experts sum to 1
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,7 @@ class ModelShape:
     num_heads: int
     num_kv_groups: int
     head_dim: int
-    ffn_size: int
+    ffn_size: int  # of the MLP, or of one expert
     vocab_size: int
     tied: bool  # the output layer is the embedding
     qk_norm: bool
@@ -37,6 +46,7 @@ class ModelShape:
     rope_theta: float
     rope_scaling_factor: float | None  # of Llama 3's scaling
     max_positions: int
+    experts: Experts | None = None
 
 
 def read_model_shape(folder: str | Path) -> ModelShape:
@@ -49,9 +59,7 @@ def read_model_shape(folder: str | Path) -> ModelShape:
     raw = _read(folder)
     family = raw.get("model_type")
     if family not in FAMILIES:
-        raise UserError(
-            f"model.path names a model of type {family!r}; supported are {' and '.join(FAMILIES)}"
-        )
+        raise UserError(f"model.path names a model of type {family!r}; supported are {', '.join(FAMILIES)}")
     _refuse_variants(raw)
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}  # the newer and the older name
     hidden_size, num_heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
@@ -62,16 +70,22 @@ def read_model_shape(folder: str | Path) -> ModelShape:
         num_heads=num_heads,
         num_kv_groups=_size(raw, "num_key_value_heads", num_heads),
         head_dim=_size(raw, "head_dim", 128 if family == "qwen3" else hidden_size // num_heads),
-        ffn_size=_size(raw, "intermediate_size"),
+        ffn_size=_size(raw, "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"),
         vocab_size=_size(raw, "vocab_size"),
         tied=bool(raw.get("tie_word_embeddings", False)),
-        qk_norm=family == "qwen3",
+        qk_norm=family != "llama",
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         initializer_range=float(raw.get("initializer_range", 0.02)),
         rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
         rope_scaling_factor=_rope_scaling_factor(rope),
         max_positions=_size(raw, "max_position_embeddings"),
+        experts=_experts(raw) if family == "qwen3_moe" else None,
     )
+
+
+def _experts(raw: dict[str, Any]) -> Experts:
+    key = "num_experts" if "num_experts" in raw else "num_local_experts"  # the older and the newer name
+    return Experts(_size(raw, key), _size(raw, "num_experts_per_tok"), bool(raw.get("norm_topk_prob", False)))
 
 
 def _read(folder: str | Path) -> dict[str, Any]:
@@ -97,9 +111,11 @@ def _refuse_variants(raw: dict[str, Any]) -> None:
         "attention_bias": False,
         "mlp_bias": False,
         "use_sliding_window": False,
+        "decoder_sparse_step": 1,  # of a mixture of experts: in every layer
+        "mlp_only_layers": [],
     }
     for key, value in wanted.items():
-        if raw.get(key, value) != value:
+        if raw.get(key) is not None and raw[key] != value:
             raise UserError(
                 f"model.path has {key} = {json.dumps(raw[key])} in config.json; "
                 f"only {json.dumps(value)} is supported"

@@ -8,11 +8,13 @@ is whole. Every random draw of the trainer is a function of (seed, step, purpose
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,26 +59,39 @@ def save(
             f"last checkpoint in {folder}, with lower optim.lr and critic.lr if that does not help"
         )
     final = folder / f"step_{step:08d}"
+    with whole_or_not_at_all(final, layout) as partial:
+        with cuda_as_cpu(), optimizer.uniform_steps() as steps:
+            dist_checkpointing.save(_sharded_state(ddp, optimizer, layout, loading=False), str(partial))
+        if layout.rank == 0:
+            (partial / "trainer.json").write_text(json.dumps({"optimizer_steps": steps, **trainer}))
+    return final
+
+
+@contextlib.contextmanager
+def whole_or_not_at_all(final: Path, layout: Layout) -> Iterator[Path]:
+    """A folder that every rank may write into and that is named `final` once it is whole; collective.
+
+    An error inside the block, on any rank, leaves nothing behind.
+    """
     partial = final.with_name(final.name + _PARTIAL)
     if layout.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    with cuda_as_cpu(), optimizer.uniform_steps() as steps:
-        dist_checkpointing.save(_sharded_state(ddp, optimizer, layout, loading=False), str(partial))
+    try:
+        yield partial
+        dist.barrier()
+        checks = _checksums(partial, layout)
+        if layout.rank == 0:
+            (partial / "manifest.json").write_text(json.dumps(checks))
+            for path in (*partial.rglob("*"), partial):
+                _sync(path)
+            os.rename(partial, final)
+            _sync(final.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     dist.barrier()
-    if layout.rank == 0:
-        (partial / "trainer.json").write_text(json.dumps({"optimizer_steps": steps, **trainer}))
-    dist.barrier()
-    checks = _checksums(partial, layout)
-    if layout.rank == 0:
-        (partial / "manifest.json").write_text(json.dumps(checks))
-        for path in (*partial.rglob("*"), partial):
-            _sync(path)
-        os.rename(partial, final)
-        _sync(folder)
-    dist.barrier()
-    return final
 
 
 def load(path: Path, ddp: Any, optimizer: PolicyOptimizer, layout: Layout) -> dict[str, Any]:
@@ -137,7 +152,7 @@ def verify(path: Path, layout: Layout) -> None:
     Raises:
         UserError: a file is missing, short or altered; names the checkpoint to use instead, on every rank.
     """
-    problem = _first_problem(path, layout)
+    problem = first_problem(path, layout)
     if problem is not None:
         raise UserError(_damaged(path, problem))
 
@@ -148,7 +163,8 @@ def _damaged(path: Path, problem: str) -> str:
     return f"checkpoint {path} is damaged ({problem}): remove it and relaunch to {then}"
 
 
-def _first_problem(path: Path, layout: Layout) -> str | None:
+def first_problem(path: Path, layout: Layout) -> str | None:
+    """What of a checkpoint differs from its manifest, None if nothing; collective over the world."""
     expected = _manifest(path)
     mine = "manifest.json is missing or unreadable"
     if expected is not None:

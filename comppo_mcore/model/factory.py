@@ -66,7 +66,22 @@ def transformer_config(config: Config, shape: ModelShape) -> TransformerConfig:
         apply_rope_fusion=False,
         persist_layer_norm=False,
         **_recompute(config.model.recompute),
+        **_experts(shape),
     )
+
+
+def _experts(shape: ModelShape) -> dict[str, Any]:
+    """A token's experts are weighed by the softmax over all, or over those chosen if they are to sum to 1."""
+    if shape.experts is None:
+        return {}
+    return {
+        "num_moe_experts": shape.experts.number,
+        "moe_router_topk": shape.experts.per_token,
+        "moe_ffn_hidden_size": shape.ffn_size,
+        "moe_router_pre_softmax": not shape.experts.normalized,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
 
 
 def _recompute(on: bool) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from comppo_mcore.model.hf_table import (
     TensorSpec,
     assemble,
     check_stream,
+    differences,
     fuse,
     held,
     hf_manifest,
@@ -39,6 +40,7 @@ from comppo_mcore.model.hf_table import (
 )
 
 DERIVED = "rotary_emb.inv_freq"  # a buffer that old Llama files carry; recomputed from the config
+DTYPES = {"F32": "fp32", "BF16": "bf16"}  # safetensors' names, the configuration's
 SHARD_BYTES = 5_000_000_000
 SIDE_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 INDEX = "model.safetensors.index.json"
@@ -65,6 +67,22 @@ def import_hf(model: MegatronModel, folder: str | Path) -> None:
             _fill(entry, [slices[name] for name in entry.names], model)
             if entry.names == (EMBEDDING,) and HEAD in slices and HEAD not in manifest:
                 _check_tied_copy(folder, entry, slices[HEAD], model.pg_collection.tp)
+
+
+def stored_dtype(folder: str | Path) -> str:
+    """The dtype of a folder's weights, as the field `model.dtype` says it.
+
+    Raises:
+        UserError: they are of another dtype than fp32 and bf16, or not all of one.
+    """
+    with contextlib.ExitStack() as stack:
+        dtypes = {slice.get_dtype() for slice in _open_weights(Path(folder), stack).values()}
+    if len(dtypes) != 1 or not dtypes <= DTYPES.keys():
+        raise UserError(
+            f"model.dtype is not given and model.path {str(folder)!r} holds weights in "
+            f"{', '.join(sorted(dtypes)) or 'no dtype'}: set it to fp32 or bf16"
+        )
+    return DTYPES[dtypes.pop()]
 
 
 def _fill(entry: Held, sources: Sequence[Any], model: MegatronModel) -> None:
@@ -108,7 +126,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if not index.is_file():
         raise UserError(
             f"model.path {str(folder)!r} holds neither {single.name} nor {INDEX}; "
-            "give a folder with weights or set model.weights to random"
+            "give a folder with weights or, to train from nothing, set model.weights to random"
         )
     try:
         return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
@@ -118,16 +136,15 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _check_folder(folder: str | Path, slices: Mapping[str, Any], manifest: Manifest) -> None:
     tolerated = {HEAD} - manifest.keys()  # a tied model's second copy, compared when it is read
-    shapes = {name: tuple(slices[name].get_shape()) for name in slices if not name.endswith(DERIVED)}
-    problems = {
-        "missing": manifest.keys() - shapes.keys(),
-        "unexpected": shapes.keys() - manifest.keys() - tolerated,
-        "wrong shape": {n for n in shapes.keys() & manifest.keys() if shapes[n] != manifest[n].shape},
+    found = {
+        name: tuple(tensor.get_shape())
+        for name, tensor in slices.items()
+        if not name.endswith(DERIVED) and name not in tolerated
     }
-    found = [f"{what}: {shortened(names)}" for what, names in problems.items() if names]
-    if found:
+    difference = differences({name: spec.shape for name, spec in manifest.items()}, found)
+    if difference:
         raise UserError(
-            f"model.path {str(folder)!r} does not hold the weights of its config.json ({'; '.join(found)})"
+            f"model.path {str(folder)!r} does not hold the weights of its config.json ({difference})"
         )
 
 
@@ -222,22 +239,27 @@ def _full_shapes(entry: Held, model: MegatronModel, manifest: Manifest) -> list[
 
 
 def save_hf(
-    model: MegatronModel, template: str | Path, out: str | Path, shard_bytes: int = SHARD_BYTES
+    model: MegatronModel,
+    template: str | Path,
+    out: str | Path,
+    shard_bytes: int = SHARD_BYTES,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write a HF folder: the model's weights with the template's config and tokenizer.
 
     Collective over all ranks; rank 0 writes, in files of at most `shard_bytes` where tensors allow.
-    The folder appears complete or not at all; one that exists is replaced.
+    The folder appears complete or not at all; one that exists is replaced. `dtype` is that of the weights,
+    the template's by default, and is entered into the config.
 
     Raises:
         OSError: on every rank, when rank 0 could not write.
     """
-    manifest = hf_manifest(template)
+    manifest = hf_manifest(template, dtype)
     stream = export_hf(model, manifest)
     outcome: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
-            _write_folder(stream, _weight_plan(manifest, shard_bytes), Path(template), Path(out))
+            _write_folder(stream, _weight_plan(manifest, shard_bytes), Path(template), Path(out), dtype)
         except (OSError, SafetensorError) as error:
             outcome = [str(error)]
     for _ in stream:  # ranks that do not write, or no longer can, still take part in the collectives
@@ -247,16 +269,24 @@ def save_hf(
         raise OSError(f"the HF folder {str(out)!r} could not be written: {outcome[0]}")
 
 
-def _write_folder(stream: Stream, files: Mapping[str, list[str]], template: Path, out: Path) -> None:
+def _write_folder(
+    stream: Stream, files: Mapping[str, list[str]], template: Path, out: Path, dtype: torch.dtype | None
+) -> None:
     partial, previous = (out.with_name(f".{out.name}.{state}") for state in ("partial", "previous"))
     for leftover in (partial, previous):
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)
-    for path in _side_files(template):
-        shutil.copyfile(path, partial / path.name)
-    _write_weights(stream, files, partial)
-    for path in (*partial.iterdir(), partial):
-        _fsync(path)
+    try:
+        for path in side_files(template):
+            shutil.copyfile(path, partial / path.name)
+        if dtype is not None:
+            _enter_dtype(partial / "config.json", dtype)
+        _write_weights(stream, files, partial)
+        for path in (*partial.iterdir(), partial):
+            _fsync(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     if out.exists():
         out.rename(previous)
     partial.rename(out)
@@ -264,7 +294,15 @@ def _write_folder(stream: Stream, files: Mapping[str, list[str]], template: Path
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def _side_files(template: Path) -> Iterable[Path]:
+def _enter_dtype(config: Path, dtype: torch.dtype) -> None:
+    raw, name = json.loads(config.read_text(encoding="utf-8")), str(dtype).removeprefix("torch.")
+    key = "torch_dtype" if "torch_dtype" in raw else "dtype"  # the older and the newer name
+    if raw.get(key) != name:
+        text = json.dumps(raw | {key: name}, indent=2, ensure_ascii=False)
+        config.write_text(text + "\n", encoding="utf-8")
+
+
+def side_files(template: Path) -> Iterable[Path]:
     """Config and tokenizer, not the index of the template's own weights."""
     return (p for pattern in SIDE_FILES for p in template.glob(pattern) if not p.name.endswith(".index.json"))
 

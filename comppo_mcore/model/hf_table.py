@@ -87,20 +87,38 @@ def hf_manifest(source: str | Path | PretrainedConfig, dtype: torch.dtype | None
 
 
 def _layer_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    hidden, head_dim = config.hidden_size, config.head_dim
+    hidden = config.hidden_size
+    head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    has_head_norms = config.model_type != "llama"
     head_norms = {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
     return {
         "input_layernorm.weight": (hidden,),
         "self_attn.q_proj.weight": (queries, hidden),
         "self_attn.k_proj.weight": (keys, hidden),
         "self_attn.v_proj.weight": (keys, hidden),
-        **(head_norms if config.model_type == "qwen3" else {}),
+        **(head_norms if has_head_norms else {}),
         "self_attn.o_proj.weight": (hidden, queries),
         "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (config.intermediate_size, hidden),
-        "mlp.up_proj.weight": (config.intermediate_size, hidden),
-        "mlp.down_proj.weight": (hidden, config.intermediate_size),
+        **_mlp_shapes(config),
+    }
+
+
+def _mlp_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    if config.model_type != "qwen3_moe":
+        return _gated_shapes("mlp", config.hidden_size, config.intermediate_size)
+    shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (config.num_experts, config.hidden_size)}
+    for expert in range(config.num_experts):
+        prefix = f"mlp.experts.{expert}"
+        shapes |= _gated_shapes(prefix, config.hidden_size, config.moe_intermediate_size)
+    return shapes
+
+
+def _gated_shapes(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}.gate_proj.weight": (width, hidden),
+        f"{prefix}.up_proj.weight": (width, hidden),
+        f"{prefix}.down_proj.weight": (hidden, width),
     }
 
 
@@ -122,6 +140,16 @@ def check_stream(stream: Iterable[tuple[str, torch.Tensor]], manifest: Manifest)
         raise ValueError(f"tensors never sent: {shortened(pending)}")
 
 
+def differences(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
+    """Names with shapes that are missing, unexpected or of another shape; "" if there are none."""
+    kinds = {
+        "missing": expected.keys() - found.keys(),
+        "unexpected": found.keys() - expected.keys(),
+        "wrong shape": {n for n in expected.keys() & found.keys() if found[n] != expected[n]},
+    }
+    return "; ".join(f"{kind}: {shortened(names)}" for kind, names in kinds.items() if names)
+
+
 def shortened(names: Iterable[str], limit: int = 4) -> str:
     """The first few names, and how many more there are."""
     ordered = sorted(names)
@@ -140,15 +168,15 @@ class Rule:
     """
 
     megatron: tuple[str, ...]  # the local spec's name, TransformerEngine's name
-    hf: tuple[str, ...]
+    hf: tuple[str, ...]  # {layer} and {expert} stand for indices in both
     axis: int | None = None  # dimension split over tensor parallelism; None: whole on every rank
     padded: bool = False  # Megatron's tensor has zero rows behind the vocabulary
 
 
 def _layer_rule(megatron: Sequence[str], hf: Sequence[str], axis: int | None = None) -> Rule:
     return Rule(
-        tuple(f"decoder.layers.{{}}.{name}" for name in megatron),
-        tuple(f"model.layers.{{}}.{name}" for name in hf),
+        tuple(f"decoder.layers.{{layer}}.{name}" for name in megatron),
+        tuple(f"model.layers.{{layer}}.{name}" for name in hf),
         axis,
     )
 
@@ -173,10 +201,23 @@ RULES = (
     ),
     _layer_rule(("mlp.linear_fc1.weight",), ("mlp.gate_proj.weight", "mlp.up_proj.weight"), axis=0),
     _layer_rule(("mlp.linear_fc2.weight",), ("mlp.down_proj.weight",), axis=1),
+    _layer_rule(("mlp.router.weight",), ("mlp.gate.weight",)),
+    _layer_rule(
+        ("mlp.experts.local_experts.{expert}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{expert}"),
+        ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
+        axis=0,
+    ),
+    _layer_rule(
+        ("mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{expert}"),
+        ("mlp.experts.{expert}.down_proj.weight",),
+        axis=1,
+    ),
     Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",)),
     Rule(("output_layer.weight",), (HEAD,), axis=0, padded=True),
 )
 _RULE_OF = {name: rule for rule in RULES for name in rule.megatron}
+_LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)|(?<=\.weight)\d+$")
 
 # Tied models on several pipeline stages hold the embedding a second time, on the last one.
 TIED_HEAD = Rule(("output_layer.weight",), (EMBEDDING,), axis=0, padded=True)
@@ -210,15 +251,16 @@ def held(model: MegatronModel) -> Iterator[Held]:
     for name, parameter in model.named_parameters():
         if "critic" in name:
             continue
-        layer = re.search(r"\.layers\.(\d+)\.", name)
-        rule = _RULE_OF.get(re.sub(r"\.layers\.\d+\.", ".layers.{}.", name))
+        layer, expert = _LAYER.search(name), _EXPERT.search(name)
+        rule = _RULE_OF.get(_EXPERT.sub("{expert}", _LAYER.sub("{layer}", name)))
         if rule is None:
             raise ValueError(f"no HF name is known for the Megatron parameter {name}")
         if rule.hf == (HEAD,) and model.share_embeddings_and_output_weights:
             rule = TIED_HEAD
         # The index in the name counts from this stage's first layer, `layer_number` from the model's, from 1.
-        index = model.decoder.layers[int(layer[1])].layer_number - 1 if layer else None
-        yield Held(parameter, rule, tuple(template.format(index) for template in rule.hf))
+        index = model.decoder.layers[int(layer[0])].layer_number - 1 if layer else None
+        names = (template.format(layer=index, expert=expert and expert[0]) for template in rule.hf)
+        yield Held(parameter, rule, tuple(names))
 
 
 def fuse(parts: Sequence[torch.Tensor], groups: int) -> torch.Tensor:

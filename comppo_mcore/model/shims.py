@@ -40,13 +40,16 @@ _seed_paged_stash()
 
 
 class _HostStream:
-    """The part of `torch.cuda.Stream` that Megatron's DDP touches; on a host all is in order already."""
+    """The part of `torch.cuda.Stream` that Megatron touches; on a host all is in order already."""
 
     def wait_event(self, *_: Any) -> None: ...
 
     def wait_stream(self, *_: Any) -> None: ...
 
     def synchronize(self) -> None: ...
+
+    def record_event(self) -> _HostStream:
+        return self
 
 
 class _CudaAsCpu(torch.overrides.TorchFunctionMode):
@@ -92,6 +95,8 @@ def cuda_as_cpu() -> Iterator[None]:
         (torch.cuda, "current_device", lambda: torch.device("cpu")),
         (torch.cuda, "synchronize", lambda *_: None),
         (torch.cuda, "current_stream", lambda *_: _HostStream()),
+        (torch.cuda, "Stream", _HostStream),
+        (torch.cuda, "stream", lambda *_: contextlib.nullcontext()),
         (torch.cuda, "manual_seed", torch.manual_seed),
         (torch.cuda, "get_rng_state", get_rng_state),
         (tp_random, "_get_cuda_rng_state", get_rng_state),

@@ -45,9 +45,16 @@ def block_spec(config: Any, backend: Backend, pp_rank: int) -> TransformerBlockS
 
 def _layer_spec(config: Any, backend: Backend) -> Any:
     if backend == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm
+        )
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     layer: Any = spec.submodules
+    if config.num_moe_experts is not None:  # TransformerEngine fuses no norm into a router, so names none so
+        keys = layer.sharded_state_dict_keys_map
+        layer.sharded_state_dict_keys_map = {k: v for k, v in keys.items() if k != "pre_mlp_layernorm."}
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
     if config.qk_layernorm:
