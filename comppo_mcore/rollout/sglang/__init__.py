@@ -1,0 +1,1 @@
+"""Rollouts on SGLang servers, over HTTP; nothing of `sglang` is imported here."""
