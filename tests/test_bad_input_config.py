@@ -120,6 +120,33 @@ RULES = {
         ["gate.mode=fixed", "gate.calibrate={}"],
         ["gate.calibrate", "gate.mode = fixed", "null"],
     ),
+    "lag of an embedded engine": (["rollout.lag=1"], ["rollout.lag", "embedded", "sglang"]),
+    "mask of an embedded engine": (["algo.ratio=mask"], ["algo.ratio", "embedded", "sglang"]),
+    "lag without correction": (
+        ["rollout.engine=sglang", "rollout.lag=1"],
+        ["rollout.lag", "algo.importance_cap", "null", "older weights"],
+    ),
+    "partial without correction": (
+        ["rollout.engine=sglang", "rollout.partial=true"],
+        ["rollout.partial", "algo.importance_cap", "null"],
+    ),
+    "lag where servers rest": (
+        [
+            "rollout.engine=sglang",
+            "rollout.lag=1",
+            "algo.importance_cap=2",
+            "rollout.sglang.placement=colocated",
+        ],
+        ["rollout.lag", "colocated", "disaggregated"],
+    ),
+    "address": (
+        ["rollout.engine=sglang", "rollout.sglang.urls=[10.0.0.7:30000]"],
+        ["rollout.sglang.urls", "10.0.0.7:30000", "http://"],
+    ),
+    "address twice": (
+        ["rollout.engine=sglang", "rollout.sglang.urls=[http://a:1, http://a:1]"],
+        ["rollout.sglang.urls", "twice"],
+    ),
     "betas": (["optim.betas=[0.9, 1]"], ["optim.betas", "[0.9, 1.0]", "below 1"]),
     "reward ramp": (["reward.length.stop=10"], ["reward.length.stop", "10", "reward.length.begin = 20"]),
     "controller ramp": (["controller.ramp=[40, 25]"], ["controller.ramp", "[40, 25]", "rising"]),
@@ -165,6 +192,8 @@ def test_rule(config_path: Path, capsys: pytest.CaptureFixture[str], case: str) 
         ["gate.mode=fixed", "gate.fixed_kappa=1"],
         ["algo.name=ppo", "transport.gamma=0.9"],
         ["--nproc", "2"],
+        ["rollout.engine=sglang", "rollout.lag=1", "algo.importance_cap=2"],
+        ["rollout.engine=sglang", "rollout.oversample=2", "rollout.max_wait_s=5", "algo.ratio=mask"],
     ],
 )
 def test_neighbours_of_the_rules_are_accepted(config_path: Path, words: list[str]) -> None:

@@ -172,13 +172,15 @@ def test_train_prints_its_batch_once_and_every_step(training: Finished, trained:
 
 
 def test_train_ends_with_accuracy_gate_and_reach(training: Finished, trained: Path) -> None:
-    *_, finished, accuracy, gate, reach = training.output.splitlines()
+    *_, finished, accuracy, gate, thirds, reach = training.output.splitlines()
     assert finished == f"finished after step 3; policy in {trained / 'hf'}"
     last = read_metrics(trained / "metrics.jsonl")[-1]
     assert f" at step 0, final {last['eval/accuracy']:.3f}, best {last['eval/best']:.3f} (step " in accuracy
     assert accuracy.startswith("held-out accuracy: ") and f", AULC {last['eval/aulc']:.3f}" in accuracy
     quantiles = " / ".join(f"{last[f'gate/kappa_{q}']:.3f}" for q in ("q05", "q25", "median", "q75", "q95"))
     assert gate == f"κ: mean {last['gate/kappa_mean']:.3f}, quantiles 5/25/50/75/95 %: {quantiles}"
+    means = " / ".join(f"{last[f'gate/kappa_third_{i}']:.3f}" for i in (1, 2, 3))
+    assert thirds == f"κ by thirds of the response: {means}"
     trace, value = last["credit/trace_reach"], last["credit/value_reach"]
     assert reach == f"credit reach: trace {trace:.3f}, value {value:.3f}"
     assert 0.1 < last["gate/kappa_q05"] < last["gate/kappa_q95"] < 0.9

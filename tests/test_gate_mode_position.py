@@ -45,8 +45,10 @@ def moved(layout: Layout, bootstrap: bool) -> tuple[Behavior, Credit]:
         cu_rows=cu_rows,
         extra_row=bootstrap,
         logprob=logprob,
+        ratio_logprob=logprob,
         entropy=-logprob,
         concentration=None,  # this gate reads no attention
+        other_concentration=None,
         empty=None,
         values=ValueParts(local, routed, dead),
         routing=None,

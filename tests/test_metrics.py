@@ -47,6 +47,7 @@ def _table(
     arrays: dict[str, Any] = {
         "cu_seqlens": torch.tensor(np.concatenate([[0], np.cumsum(lengths)])),
         "mask": torch.tensor(mask),
+        "fresh": torch.tensor(rng.uniform(size=n) > 0.3),
         "logprob": floats(n, -3, 0),
         "ref_logprob": floats(n, -3, 0),
         "engine_logprob": floats(n, -3, 0),
@@ -197,9 +198,13 @@ def test_policy_entries() -> None:
         metrics,
         {"policy/entropy": sum(entropy[i] for i in tokens) / len(tokens), "kl/reference": sum(k3) / len(k3)},
     )
-    gap = [abs(engine[i] - logprob[i]) for i in tokens]
+    fresh = table.fresh.tolist()
+    gap = [abs(engine[i] - logprob[i]) for i in tokens if fresh[i]]
     assert metrics["gap/mean"] == pytest.approx(sum(gap) / len(gap), rel=1e-6)  # differences in float32
     assert metrics["gap/max"] == pytest.approx(max(gap), rel=1e-6)
+    stale = [abs(engine[i] - logprob[i]) for i in tokens if not fresh[i]]
+    assert metrics["gap/stale_mean"] == pytest.approx(sum(stale) / len(stale), rel=1e-6)
+    assert (metrics["gap/tokens"], metrics["rollout/stale"]) == (len(gap), len(stale) / len(tokens))
 
 
 def test_reward_response_and_group_entries() -> None:

@@ -23,6 +23,7 @@ from comppo_mcore.config.schema import (
     OptimConfig,
     ParallelConfig,
     RewardConfig,
+    SGLangConfig,
 )
 from comppo_mcore.errors import UserError
 
@@ -39,9 +40,11 @@ def check(config: Config, shape: ModelShape, world_size: int) -> None:
         UserError: at the first rule broken.
     """
     check_model(config, shape, world_size)
+    check_dense(shape)
     if has_critic(config):
         check_critic(config.critic, config.parallel, shape)
     check_algorithm(config)
+    check_rollout(config)
     check_gate(config.gate)
     check_batches(config, data_parallel_size(config.parallel, world_size))
     check_lengths(config, shape)
@@ -53,6 +56,7 @@ def check(config: Config, shape: ModelShape, world_size: int) -> None:
 def check_sft(config: Config, shape: ModelShape, world_size: int) -> None:
     """Refuse a configuration that `comppo sft` cannot run; arguments and errors as `check`."""
     check_model(config, shape, world_size)
+    check_dense(shape)
     check_arithmetic(config.data.arithmetic)
     if config.sft.path is None and config.data.source != "arithmetic":
         raise UserError(
@@ -78,6 +82,15 @@ def check_model(config: Config, shape: ModelShape, world_size: int) -> None:
         raise UserError(
             f"model.max_context is {config.model.max_context}; it must be from 2 to the model's "
             f"{shape.max_positions} positions"
+        )
+
+
+def check_dense(shape: ModelShape) -> None:
+    """Experts can be converted and run, but training them needs more than is here."""
+    if shape.experts is not None:
+        raise UserError(
+            f"model.path names a mixture of experts ({shape.family}), which `comppo convert` takes but "
+            "training does not, for want of expert parallelism and router losses; give a qwen3 or llama model"
         )
 
 
@@ -241,6 +254,49 @@ def check_schedules(reward: RewardConfig, controller: ControllerConfig) -> None:
         raise UserError(
             f"controller.ramp is {list(controller.ramp)}; give [first step, last step], rising, or null"
         )
+
+
+# ---------------------------------------------------------------------------- rollout
+
+
+def check_rollout(config: Config) -> None:
+    """The engine can do what is asked, and what it makes of on-policyness is corrected for."""
+    rollout = config.rollout
+    if rollout.engine == "embedded":
+        set_ = {
+            "rollout.oversample": rollout.oversample > 0,
+            "rollout.partial": rollout.partial,
+            "rollout.max_wait_s": rollout.max_wait_s is not None,
+            "rollout.lag": rollout.lag > 0,
+            "algo.ratio": config.algo.ratio == "mask",
+        }
+        if asked := [name for name, is_set in set_.items() if is_set]:
+            raise UserError(
+                f"{asked[0]} is set with rollout.engine = embedded, which cannot do that; set rollout.engine "
+                "to sglang or leave it out"
+            )
+        return
+    check_servers(rollout.sglang)
+    for name, is_set in (("partial", rollout.partial), ("lag", rollout.lag)):
+        if is_set and config.algo.importance_cap is None:
+            raise UserError(
+                f"rollout.{name} is set with algo.importance_cap = null, but then tokens come from older "
+                "weights; set algo.importance_cap, for example to 2, which corrects for them"
+            )
+    if rollout.lag and rollout.sglang.placement == "colocated":
+        raise UserError(
+            "rollout.lag is 1 with rollout.sglang.placement = colocated, where servers and training take "
+            "turns; use disaggregated, or set rollout.lag to 0"
+        )
+
+
+def check_servers(servers: SGLangConfig) -> None:
+    """Addresses are addresses, and no transport is asked for what it cannot reach."""
+    for url in servers.urls:
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"rollout.sglang.urls has {url!r}; give addresses such as http://10.0.0.7:30000")
+    if len(set(servers.urls)) < len(servers.urls):
+        raise UserError(f"rollout.sglang.urls names a server twice: {list(servers.urls)}")
 
 
 # ---------------------------------------------------------------------------- batches, lengths, data

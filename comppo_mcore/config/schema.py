@@ -65,6 +65,7 @@ class GateConfig(Section):
     fixed_kappa: float = Field(default=0.61, ge=0, le=1)  # κ of mode fixed; γ of PPO is transport.gamma
     table: str | None = None  # JSON written by `comppo gate-table`, for mode position
     calibrate: CalibrateConfig | None = None
+    watch_other_history: bool = False  # also log κ over the history that is not in use
     recompute_per_epoch: bool = False
     drift_every: int = Field(default=10, ge=0)  # steps between gate-drift measurements; 0: never
 
@@ -100,6 +101,9 @@ class KLConfig(Section):
 class AlgoConfig(Section):
     name: Literal["comppo", "ppo", "grpo", "rloo"] = "comppo"
     clip: float = Field(default=0.2, gt=0)
+    ratio: Literal["full", "mask"] = (
+        "full"  # softmax over the vocabulary, or over what top-p left to draw from
+    )
     advantage_clip: float = Field(default=5.0, gt=0)
     epochs: int = Field(default=2, ge=1)
     minibatch: int = Field(default=4, ge=1)  # trajectories per optimizer step, all data-parallel ranks

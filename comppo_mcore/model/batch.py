@@ -19,6 +19,7 @@ class Sample:
 
     prompt: tuple[int, ...]
     response: tuple[int, ...]
+    supports: tuple[tuple[int, ...], ...] | None = None  # per response token, the ids it was drawn from
 
     @property
     def num_tokens(self) -> int:
@@ -39,6 +40,9 @@ class MicroBatch:
     rows: Tensor  # int64 [R], packed positions
     cu_rows: tuple[int, ...]  # B + 1 offsets into rows
     targets: Tensor  # int64 [R]; 0 at extra rows
+    supports: (
+        Tensor | None
+    )  # int64 [R, M], ids each target was drawn from, −1 behind them; None: not recorded
     prompt_lengths: tuple[int, ...]
     index: tuple[int, ...]  # of each sample in the caller's list
 
@@ -117,6 +121,21 @@ def pack(
         rows=long(rows),
         cu_rows=tuple(cu_rows),
         targets=long(targets),
+        supports=_supports([samples[i] for i in index], extra_row, device),
         prompt_lengths=tuple(len(samples[i].prompt) for i in index),
         index=tuple(index),
     )
+
+
+def _supports(samples: Sequence[Sample], extra_row: bool, device: torch.device) -> Tensor | None:
+    """The recorded supports of all rows; an extra row's is its stand-in target."""
+    recorded = [sample.supports is not None for sample in samples]
+    if not any(recorded):
+        return None
+    if not all(recorded):
+        raise ValueError("some samples of a micro-batch have recorded supports and others have none")
+    rows = [ids for s in samples for ids in [*(s.supports or ()), *([(0,)] * extra_row)]]
+    table = torch.full((len(rows), max(map(len, rows))), -1, dtype=torch.int64)
+    for row, ids in zip(table, rows, strict=True):
+        row[: len(ids)] = torch.tensor(ids)
+    return table.to(device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,6 +14,8 @@ import torch.distributed as dist
 
 from comppo_mcore.config.schema import ParallelConfig
 from comppo_mcore.model.shims import cuda_as_cpu
+
+HEARTBEAT_S = 5.0  # between signs of life while the first rank works alone
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,30 @@ def from_rank0(value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def on_first_rank(work: Callable[[], Any]) -> Any:
+    """The picklable result of `work`, which rank 0 alone does, on every rank; collective over the world.
+
+    However long it takes: the ranks that wait hear from rank 0 every few seconds, so that no collective times
+    out. `work` runs in a thread of its own and must not communicate through torch.
+
+    Raises:
+        Whatever `work` raised, on rank 0; the others' broken collective is its echo.
+    """
+    if dist.get_world_size() == 1:
+        return work()
+    if dist.get_rank() != 0:
+        while not from_rank0(None):
+            pass
+        return from_rank0(None)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(work)
+        while not wait([future], timeout=HEARTBEAT_S).done:
+            from_rank0(False)
+    result = future.result()
+    from_rank0(True)
+    return from_rank0(result)
 
 
 def from_last_stage(value: Any, layout: Layout) -> Any:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
     vocab_parallel_cross_entropy,
 )
 from megatron.core.utils import unwrap_model
@@ -37,6 +38,7 @@ class PolicyOutput:
     """The last stage's answer for the rows of a micro-batch."""
 
     logprob: Tensor  # float32 [R], log_softmax(z / T) of the row's target
+    ratio_logprob: Tensor  # float32 [R], what ratios compare: over the row's support where it was recorded
     entropy: Tensor | None  # float32 [R], nats
     row: AttentionInputs | None
     features: tuple[Tensor, ...]  # L' × [t, H] residual stream, whole sequence on every TP rank
@@ -141,9 +143,15 @@ class _Head:
         entropy = None
         if self.request.entropy:
             entropy = vocab_parallel_entropy(logits[:, 0], model.pg_collection.tp)
-        logprob = -vocab_parallel_cross_entropy(logits.clone(), targets, tp_group=model.pg_collection.tp)
+        logprob = -vocab_parallel_cross_entropy(logits.clone(), targets, tp_group=model.pg_collection.tp)[
+            :, 0
+        ]
+        ratio = logprob
+        if self.batch.supports is not None:
+            ratio = support_logprob(logits[:, 0], targets[:, 0], self.batch.supports, model.pg_collection.tp)
         return PolicyOutput(
-            logprob=logprob[:, 0],
+            logprob=logprob,
+            ratio_logprob=ratio,
             entropy=entropy,
             row=model.take_row() if self.request.row else None,
             features=tuple(self._whole(x) for x in features),
@@ -171,6 +179,28 @@ class _Head:
                 group=model.pg_collection.tp,
             )
         return hidden[:, 0]
+
+
+def support_logprob(logits: Tensor, targets: Tensor, supports: Tensor, tp_group: Any) -> Tensor:
+    """log of the softmax over a row's support alone: z_y − log Σ_{i ∈ S} e^{z_i}.
+
+    Args:
+        logits: float32 [R, V / tp], this rank's part of the vocabulary.
+        targets: int64 [R], each in its row's support.
+        supports: int64 [R, M], distinct ids, −1 behind them.
+
+    Returns:
+        float32 [R], nats.
+    """
+    size = logits.shape[1]
+    local = supports - size * tp_group.rank()
+    held = (supports >= 0) & (local >= 0) & (local < size)
+    picked = logits.gather(1, local.clamp(0, size - 1)).masked_fill(~held, 0.0)
+    if tp_group.size() > 1:
+        picked = reduce_from_tensor_model_parallel_region(picked, group=tp_group)
+    picked = picked.masked_fill(supports < 0, -torch.inf)
+    target = picked.masked_fill(supports != targets[:, None], 0.0).sum(-1)
+    return target - picked.logsumexp(-1)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from comppo_mcore.model.hf_table import Manifest, Stream, check_stream, hf_manifest, read_config
-from comppo_mcore.rollout.engine import Completion, Sampling
+from comppo_mcore.rollout.engine import Completion, Done, Sampling
 
 
 class EmbeddedEngine:
@@ -25,6 +25,8 @@ class EmbeddedEngine:
 
     Results depend on prompts, sampling, seed, `batch_size` and the weights only.
     """
+
+    shared = False
 
     def __init__(
         self,
@@ -57,7 +59,9 @@ class EmbeddedEngine:
         self.weight_version = version
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, done: Done | None = None
+    ) -> list[Completion]:
         """One completion per prompt, in order.
 
         Raises:
@@ -75,7 +79,25 @@ class EmbeddedEngine:
                 rows = by_length[begin : begin + self._batch_size]
                 batch = self._generate_batch([prompts[i] for i in rows], sampling)
                 completions.update(zip(rows, batch, strict=True))
+                if done is not None:
+                    for i in rows:
+                        done(i, completions[i])
         return [completions[i] for i in range(len(prompts))]
+
+    @torch.no_grad()
+    def score(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
+        logits = self._model(torch.tensor([token_ids], device=self._device)).logits[0, :-1].float()
+        targets = torch.tensor(token_ids[1:], device=self._device)[:, None]
+        return {"embedded": logits.log_softmax(-1).gather(1, targets)[:, 0].tolist()}
+
+    def incidents(self) -> list[str]:
+        return []
+
+    def rest(self) -> None:
+        """It lives in the trainer's process, and keeps its weights."""
+
+    def close(self) -> None:
+        """Nothing outlives the process."""
 
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
         size = self._model.config.vocab_size
@@ -108,7 +130,7 @@ class EmbeddedEngine:
             token_ids=tuple(tokens[:length]),
             logprobs=tuple(logprobs[:length]),
             finish="length" if stop is None else "stop",
-            weight_version=self.weight_version,
+            versions=(self.weight_version,) * length,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -18,6 +18,7 @@ class Sampling:
     top_p: float = 1.0
     greedy: bool = False
     stop_ids: tuple[int, ...] = ()
+    record_support: bool = False  # report the ids each token was drawn from
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1 or self.temperature <= 0 or not 0 < self.top_p <= 1:
@@ -31,7 +32,35 @@ class Completion:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]  # nats, log_softmax(z/T) over the whole vocabulary, before top-p
     finish: Literal["stop", "length", "abort"]
-    weight_version: int
+    versions: tuple[int, ...]  # of the weights, a token each
+    supports: tuple[tuple[int, ...], ...] | None = None  # the ids each token was drawn from, where recorded
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.token_ids), len(self.logprobs), len(self.versions)}
+        if self.supports is not None:
+            lengths.add(len(self.supports))
+        if len(lengths) > 1:
+            raise ValueError(f"a completion's arrays have lengths {sorted(lengths)}")
+
+    @property
+    def weight_version(self) -> int:
+        """Of the last token; those before it can only be older."""
+        return self.versions[-1]
+
+
+class EngineLost(RuntimeError):
+    """Nothing that generates is left; `update_weights` brings it back where that is possible.
+
+    Attributes:
+        results: what there was by then of each request.
+    """
+
+    def __init__(self, message: str, results: Sequence[Completion | None]) -> None:
+        super().__init__(message)
+        self.results = list(results)
+
+
+Done = Callable[[int, Completion], None]  # index of the prompt, its completion; from any thread
 
 
 class Engine(Protocol):
@@ -42,10 +71,49 @@ class Engine(Protocol):
         """The tensors `update_weights` takes: HF names, shapes and the engine's dtype."""
         ...
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Completion]:
-        """One completion per prompt, in order; repeat a prompt for several responses."""
+    @property
+    def shared(self) -> bool:
+        """Whether one engine, asked by the first rank, serves all ranks."""
+        ...
+
+    @property
+    def weight_version(self) -> int | None:
+        """Of the last complete `update_weights`; None: none, or one failed."""
+        ...
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, done: Done | None = None
+    ) -> list[Completion]:
+        """One completion per prompt, in order; repeat a prompt for several responses.
+
+        Args:
+            done: hears of every completion as soon as it is there.
+        """
         ...
 
     def update_weights(self, stream: Stream, version: int) -> None:
-        """Take every tensor of the manifest exactly once; until that is done, refuse to generate."""
+        """Take every tensor of the manifest exactly once; until that is done, refuse to generate.
+
+        Collective over the world.
+        """
+        ...
+
+    def score(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
+        """log_softmax(z) of every token but the first, nats, by name of each instance that generates.
+
+        Raises:
+            EngineLost: none answered.
+        """
+        ...
+
+    def incidents(self) -> list[str]:
+        """What went wrong, and was dealt with, since this was asked last."""
+        ...
+
+    def rest(self) -> None:
+        """Nothing will be generated before the next `update_weights`: give memory back to training."""
+        ...
+
+    def close(self) -> None:
+        """Give back what outlives the process."""
         ...

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from comppo_mcore.config.algorithm import has_critic
-from comppo_mcore.config.schema import Config
+from comppo_mcore.config.schema import Config, GateConfig
 from comppo_mcore.credit.concentration import ACCUMULATORS, concentration, empty_history
 from comppo_mcore.kernels.concentration import OPTIONAL_STATISTICS
 from comppo_mcore.kernels.select import Kernels
@@ -38,9 +38,11 @@ class Behavior:
 
     cu_rows: Tensor  # int64 [B + 1]
     extra_row: bool
-    logprob: Tensor  # float32 [R]
+    logprob: Tensor  # float32 [R], over the whole vocabulary
+    ratio_logprob: Tensor  # float32 [R], the denominator of ratios (algo.ratio)
     entropy: Tensor  # float32 [R], nats
     concentration: Tensor | None  # c float32 [R]; None where no attention row was read
+    other_concentration: Tensor | None  # c over the other history, for the log (gate.watch_other_history)
     empty: Tensor | None  # bool [R], no history or no mass: c was set to 1/2
     values: ValueParts | None  # None for critic-free algorithms
     routing: tuple[Routing, ...] | None  # by trajectory, this tensor-parallel rank's query rows
@@ -92,8 +94,15 @@ def behavior_pass(
     return _assemble(readings, config, layout, len(samples)) if layout.is_last_stage else None
 
 
-def logprob_pass(model: Any, samples: Sequence[Sample], config: Config, layout: Layout) -> Tensor | None:
-    """Log-probs of the reference in trajectory order, float32 [N]; None but on the last stage."""
+def logprob_pass(
+    model: Any, samples: Sequence[Sample], config: Config, layout: Layout, temperature: float | None = None
+) -> Tensor | None:
+    """Log-probs in trajectory order, float32 [N]; None but on the last stage.
+
+    Args:
+        temperature: default: the rollout's.
+    """
+    request = Pass(temperature or config.rollout.temperature)
     cut = pack_micro_batches([s.num_tokens for s in samples], config.train.micro_batch_tokens)
     multiple = layout.tp_size if config.parallel.sequence_parallel else 1
     batches = [pack(samples, index, layout.device, multiple_of=multiple) for index in cut]
@@ -102,22 +111,22 @@ def logprob_pass(model: Any, samples: Sequence[Sample], config: Config, layout: 
         return _Reading(work.batch, {"logprob": out.logprob}, None)
 
     with evaluating(model):
-        readings = forward_only(
-            model, [Work(b) for b in batches], Pass(config.rollout.temperature), layout, read
-        )
+        readings = forward_only(model, [Work(b) for b in batches], request, layout, read)
     return _in_order(readings, len(samples), "logprob") if layout.is_last_stage else None
 
 
 def _read(policy: PolicyModel, out: PolicyOutput, work: Work, config: Config, kernels: Kernels) -> _Reading:
     batch = work.batch
-    rows = {"logprob": out.logprob}
+    rows = {"logprob": out.logprob, "ratio_logprob": out.ratio_logprob}
     if out.entropy is not None:
         rows["entropy"] = out.entropy
     routing = None
     if out.row is not None:
-        rows["concentration"], rows["empty"], routing = read_attention(
-            out.row, batch, config, kernels, policy.pg_collection.tp
-        )
+        read = partial(read_attention, out.row, batch, config.gate, kernels, policy.pg_collection.tp)
+        rows["concentration"], rows["empty"], routing = read(config.gate.history, config.critic.top_k)
+        if config.gate.watch_other_history:
+            other = "response" if config.gate.history == "all" else "all"
+            rows["other_concentration"] = read(other, top_k=1)[0]
     if policy.critic is not None:
         parts = policy.critic_values(out, batch, routing)
         rows |= {"local": parts.local, "dead": parts.dead}
@@ -127,10 +136,15 @@ def _read(policy: PolicyModel, out: PolicyOutput, work: Work, config: Config, ke
 
 
 def read_attention(
-    row: AttentionInputs, batch: MicroBatch, config: Config, kernels: Kernels, tp_group: Any
+    row: AttentionInputs,
+    batch: MicroBatch,
+    gate: GateConfig,
+    kernels: Kernels,
+    tp_group: Any,
+    history: Literal["all", "response"],
+    top_k: int,
 ) -> tuple[Tensor, Tensor, Routing]:
     """c of every row (Eq. 18–19), whether it had no history, and the top-K of this rank's query shard."""
-    gate = config.gate
     world, rank = tp_group.size(), tp_group.rank()
     rows_per_rank = [batch.rows[batch.owned(world, r)] for r in range(world)]
     q, k, lse = gather_query_shards(row.q, row.k, row.lse, rows_per_rank, tp_group)
@@ -141,11 +155,11 @@ def read_attention(
         rows_per_rank[rank],
         batch.cu_seqlens[: batch.num_samples + 1].to(torch.int64),
         scale=row.scale,
-        history=gate.history,
+        history=history,
         skip_first=gate.skip_first,
         window=None,
         prompt_lengths=torch.tensor(batch.prompt_lengths, device=batch.rows.device),
-        top_k=config.critic.top_k,
+        top_k=top_k,
         wanted=tuple({ACCUMULATORS[gate.statistic]} & set(OPTIONAL_STATISTICS)),
         renyi_alpha=gate.renyi_alpha,
         mass_top_k=gate.mass_top_k,
@@ -164,14 +178,16 @@ def _assemble(readings: list[_Reading], config: Config, layout: Layout, count: i
         assert dead is not None
         values = ValueParts(local, pick("routed"), dead)
     lengths = _by_sample(readings, count, lambda r, i: r.batch.cu_rows[i + 1] - r.batch.cu_rows[i])
-    logprob, entropy = pick("logprob"), pick("entropy")
-    assert logprob is not None and entropy is not None
+    logprob, ratio_logprob, entropy = pick("logprob"), pick("ratio_logprob"), pick("entropy")
+    assert logprob is not None and ratio_logprob is not None and entropy is not None
     return Behavior(
         cu_rows=torch.tensor([0, *lengths]).cumsum(0),
         extra_row=has_critic(config) and config.transport.bootstrap_on_truncation,
         logprob=logprob,
+        ratio_logprob=ratio_logprob,
         entropy=entropy,
         concentration=pick("concentration"),
+        other_concentration=pick("other_concentration"),
         empty=pick("empty"),
         values=values,
         routing=_routing_by_sample(readings, layout, count),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 
 from comppo_mcore.config.schema import Config
 from comppo_mcore.model import parallel
 from comppo_mcore.reward.pool import Grader
-from comppo_mcore.rollout.engine import Sampling
-from comppo_mcore.trainer.experience import Graded, roll_out
+from comppo_mcore.trainer.experience import Graded, roll_out, sampling_of
 from comppo_mcore.trainer.history import Evaluation
 from comppo_mcore.trainer.schedule import step_seed
 from comppo_mcore.trainer.session import Session, build_session, sync_weights
@@ -23,22 +23,13 @@ def evaluate(session: Session, grader: Grader, step: int) -> Evaluation:
     """
     config = session.config
     problems = session.text.dataset.eval_problems(config.train.eval_problems)
-    greedy = Sampling(
-        max_tokens=config.rollout.max_response_tokens, greedy=True, stop_ids=session.text.stop_ids
-    )
-    graded = roll_out(session, grader, problems, greedy, seed=0)
+    graded = roll_out(session, grader, problems, sampling_of(session, greedy=True), seed=0)
     accuracy = sum(g.verdict.correct for g in graded) / len(graded)
     k, majority = config.train.eval_majority, None
     if k:
-        sampling = Sampling(
-            max_tokens=config.rollout.max_response_tokens,
-            temperature=config.rollout.temperature,
-            top_p=config.rollout.top_p,
-            stop_ids=session.text.stop_ids,
-        )
         repeated = [problem for problem in problems for _ in range(k)]
         seed = step_seed(config.run.seed, step, "majority")
-        votes = roll_out(session, grader, repeated, sampling, seed)
+        votes = roll_out(session, grader, repeated, sampling_of(session), seed)
         groups = [votes[i : i + k] for i in range(0, len(votes), k)]
         majority = sum(majority_is_correct(group) for group in groups) / len(groups)
     return Evaluation(step, accuracy, len(graded), majority)
@@ -60,8 +51,8 @@ def majority_is_correct(votes: Sequence[Graded]) -> bool:
 def main(config: Config) -> None:
     """Print the accuracy of the model at `model.path` on the held-out problems."""
     session = build_session(config)
-    sync_weights(session, 0)
-    with Grader(config.reward) as grader:
+    with Grader(config.reward) as grader, closing(session.engine):
+        sync_weights(session, 0)
         result = evaluate(session, grader, 0)
     if session.layout.rank == 0:
         print(f"greedy pass@1: {result.accuracy:.4f} on {result.num_problems} held-out problems", flush=True)

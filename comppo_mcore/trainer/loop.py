@@ -21,13 +21,13 @@ from comppo_mcore.credit.gate import attention_gate
 from comppo_mcore.model.checkpoint import is_finite
 from comppo_mcore.model.optimizer import Rates
 from comppo_mcore.model.parallel import Layout, any_rank, from_last_stage, gather_objects
-from comppo_mcore.reward.pool import Grader
 from comppo_mcore.rollout.gap import Gap, check_gap
 from comppo_mcore.trainer.behavior import Behavior, behavior_pass, logprob_pass
-from comppo_mcore.trainer.experience import Clock, Experience, collect
+from comppo_mcore.trainer.experience import Clock, Experience
 from comppo_mcore.trainer.measure import measure
 from comppo_mcore.trainer.metrics import MinibatchSums, UpdateStats, controller_metrics, gate_drift
 from comppo_mcore.trainer.replay import save_bad_batch
+from comppo_mcore.trainer.rollouts import Rollouts
 from comppo_mcore.trainer.schedule import minibatches, owned, owned_columns, step_seed
 from comppo_mcore.trainer.session import TrainSession
 from comppo_mcore.trainer.state import RunState
@@ -54,7 +54,7 @@ class Read:
 
 def train_step(
     session: TrainSession,
-    grader: Grader,
+    rollouts: Rollouts,
     state: RunState,
     settings: ControllerSettings,
     clock: Clock,
@@ -65,10 +65,10 @@ def train_step(
     step = state.step + 1
     factors = knobs(state.controller, step, settings)
 
-    experience = collect(session, grader, state, clock)
+    experience, state = rollouts.collect(state, clock)
     mine = owned(len(experience.graded), config.algo.minibatch, layout.dp_size, layout.dp_rank)
     read = read_policies(session, experience, mine, clock)
-    state = replace(state, step=step, prompts_consumed=state.prompts_consumed + config.rollout.prompts)
+    state = replace(state, step=step)
     if (reason := unusable(read, experience, layout)) is not None:
         return _bad(state, experience, reason, folder, layout.rank)
     state = with_calibration(state, read, experience, session)
@@ -76,9 +76,10 @@ def train_step(
     with clock("transport"):
         credit = transport_credit(session, read, experience, mine, state, factors)
         metrics = measure(
-            experience, read.behavior, read.ref_logprob, credit, state.gate.envelope.lam, config, layout
+            experience, read.behavior, read.ref_logprob, credit, state.gate.envelope, config, layout
         )
-    check_gap(_gap(metrics), config.rollout.gap_limit)
+    if (gap := _gap(metrics)).tokens:
+        check_gap(gap, config.rollout.gap_limit)
     metrics |= controller_metrics(state.controller, factors)
 
     with clock("update"):
@@ -134,7 +135,8 @@ def _all_numbers(read: Read) -> bool:
     if read.behavior is None:
         return True
     values = read.behavior.values
-    arrays = [read.behavior.logprob, read.behavior.entropy, read.behavior.concentration, read.ref_logprob]
+    arrays = [read.behavior.logprob, read.behavior.ratio_logprob, read.behavior.entropy]
+    arrays += [read.behavior.concentration, read.ref_logprob]
     arrays += [] if values is None else [values.local, values.routed]
     return all(bool(torch.isfinite(x).all()) for x in arrays if x is not None)
 
@@ -219,9 +221,9 @@ def recomputed(session: TrainSession, samples: list, read: Read) -> Read:
     fresh = behavior_pass(session.ddp, samples, session.config, session.layout, session.kernels)
     if fresh is None or read.behavior is None:
         return read
-    return replace(
-        read, behavior=replace(fresh, logprob=read.behavior.logprob, entropy=read.behavior.entropy)
-    )
+    old = read.behavior
+    kept = replace(fresh, logprob=old.logprob, ratio_logprob=old.ratio_logprob, entropy=old.entropy)
+    return replace(read, behavior=kept)
 
 
 def measured_drift(
@@ -281,7 +283,7 @@ def observed(outcome: StepOutcome, accuracy: float | None, settings: ControllerS
 
 
 def _gap(metrics: dict[str, float]) -> Gap:
-    tokens = int(metrics["response/tokens"])
+    tokens = int(metrics.get("gap/tokens", 0))
     mean = metrics.get("gap/mean", math.nan)
     return Gap(total=mean * tokens, tokens=tokens, largest=metrics.get("gap/max", math.nan))
 

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from comppo_mcore.config.schema import Config
+from comppo_mcore.credit.gate import Envelope, attention_gate
 from comppo_mcore.model.parallel import Layout, from_rank0, gather_objects
 from comppo_mcore.trainer import gate_table
 from comppo_mcore.trainer.behavior import Behavior
 from comppo_mcore.trainer.experience import Experience
-from comppo_mcore.trainer.metrics import step_metrics
+from comppo_mcore.trainer.metrics import other_history, step_metrics
 from comppo_mcore.trainer.records import TokenTable
 from comppo_mcore.trainer.transport import Credit
 
@@ -24,23 +25,26 @@ def measure(
     behavior: Behavior | None,
     ref_logprob: Tensor | None,
     credit: Credit | None,
-    lam: float,
+    envelope: Envelope,
     config: Config,
     layout: Layout,
 ) -> dict[str, float]:
     """Everything the step's tokens say before the update, on every rank; collective over the world."""
     part = None
     if behavior is not None and credit is not None and layout.tp_rank == 0:
-        part = _part(behavior, ref_logprob, credit)
+        part = _part(behavior, ref_logprob, credit, envelope)
     parts = [p for p in gather_objects((layout.dp_rank, part)) if p[1] is not None]
     metrics: dict[str, float] = {}
     if layout.rank == 0:
         in_order = [p for _, p in sorted(parts, key=lambda p: p[0])]
         empty = torch.cat([p.pop("empty") for p in in_order]) if "empty" in in_order[0] else None
+        others = [p.pop("other_kappa") for p in in_order if "other_kappa" in p]
         table = token_table(experience, in_order)
         metrics = step_metrics(
-            table, group_size=config.rollout.responses, lam=lam, gaps=config.transport.gaps
+            table, group_size=config.rollout.responses, lam=envelope.lam, gaps=config.transport.gaps
         )
+        if others:
+            metrics |= other_history(torch.cat(others), table)
         if empty is not None:
             metrics["gate/empty_rows"] = float(empty[table.mask].double().mean())
         if table.kappa is not None and config.gate.mode == "attention":
@@ -48,7 +52,9 @@ def measure(
     return from_rank0(metrics)
 
 
-def _part(behavior: Behavior, ref_logprob: Tensor | None, credit: Credit) -> dict[str, Tensor]:
+def _part(
+    behavior: Behavior, ref_logprob: Tensor | None, credit: Credit, envelope: Envelope
+) -> dict[str, Tensor]:
     """This data-parallel rank's token arrays, on the CPU."""
     rows = behavior.token_rows().to(credit.mask.device)
     part = {
@@ -64,6 +70,8 @@ def _part(behavior: Behavior, ref_logprob: Tensor | None, credit: Credit) -> dic
     }
     if behavior.empty is not None:
         part["empty"] = behavior.empty[rows]
+    if behavior.other_concentration is not None:
+        part["other_kappa"] = attention_gate(behavior.other_concentration[rows], envelope)
     if behavior.values is not None and credit.value is not None:
         part["dead"] = behavior.values.dead[rows]
         part["saturated"] = credit.value.abs() >= 1  # the clamp's bound: nothing else lands there
@@ -86,6 +94,7 @@ def token_table(experience: Experience, parts: list[dict[str, Tensor]]) -> Token
 
     return TokenTable(
         cu_seqlens=lengths.cumsum(0),
+        fresh=experience.fresh(),
         engine_logprob=experience.engine_logprobs(everything),
         reward=floats("total"),
         reward_accuracy=floats("accuracy"),

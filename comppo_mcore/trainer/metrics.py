@@ -5,9 +5,9 @@ does not define (no incorrect response, returns without variance, no critic, NaN
 the record. Shares are in [0, 1], log-probs, KL and entropy in nats per token, lengths in valid tokens.
 
 `gate/` κ · `credit/` reach and advantages · `critic/` fit of V to G · `policy/`, `kl/`, `loss/`, `grad/`,
-`optimizer/` the update · `gap/` engine against trainer · `reward/`, `response/`, `group/` the rollout ·
-`controller/` phase and knobs. `time/`, `tokens/` and `memory/` come from trainer.logging, `eval/` from
-trainer.history.
+`optimizer/` the update · `gap/` engine against trainer, over tokens of the present weights and of older
+ones · `reward/`, `response/`, `group/`, `rollout/` the rollout · `controller/` phase and knobs. `time/`,
+`tokens/` and `memory/` come from trainer.logging, `eval/` from trainer.history.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ def _gate(table: TokenTable) -> Entries:
     if table.kappa is None:
         return {}
     kappa = table.kappa[table.mask].double()
-    third = response_thirds(table.cu_seqlens, table.mask)
     correct = packed.broadcast(table.correct, table.cu_seqlens)[table.mask]
     q05, q25, q50, q75, q95 = _quantiles(kappa, (0.05, 0.25, 0.5, 0.75, 0.95))
     return {
@@ -79,12 +78,22 @@ def _gate(table: TokenTable) -> Entries:
         "gate/kappa_q25": q25,
         "gate/kappa_q75": q75,
         "gate/kappa_q95": q95,
-        "gate/kappa_third_1": _mean(kappa[third == 0]),
-        "gate/kappa_third_2": _mean(kappa[third == 1]),
-        "gate/kappa_third_3": _mean(kappa[third == 2]),
+        **_thirds("gate/kappa", kappa, table),
         "gate/kappa_correct": _mean(kappa[correct]),
         "gate/kappa_incorrect": _mean(kappa[~correct]),
     }
+
+
+def other_history(kappa: Tensor, table: TokenTable) -> dict[str, float]:
+    """What κ, float32 [N], would be over the history that is not in use: mean, by thirds of the response."""
+    valid = kappa[table.mask].double()
+    return _defined({"gate/other_kappa_mean": _mean(valid), **_thirds("gate/other_kappa", valid, table)})
+
+
+def _thirds(name: str, valid: Tensor, table: TokenTable) -> Entries:
+    """Means of a number of every valid token, float64 [M]."""
+    third = response_thirds(table.cu_seqlens, table.mask)
+    return {f"{name}_third_{i + 1}": _mean(valid[third == i]) for i in range(3)}
 
 
 def response_thirds(cu_seqlens: Tensor, mask: Tensor) -> Tensor:
@@ -182,11 +191,15 @@ def _average_ranks(x: Tensor) -> Tensor:
 def _policy(table: TokenTable) -> Entries:
     """The behaviour policy: entropy, distance from the reference, distance from the engine's numbers."""
     mask = table.mask
-    gap = engine_gap(table.engine_logprob, table.logprob, mask)
+    gap = engine_gap(table.engine_logprob, table.logprob, mask & table.fresh)
+    stale = engine_gap(table.engine_logprob, table.logprob, mask & ~table.fresh)
     entries: Entries = {
         "policy/entropy": _mean(table.entropy[mask]),
         "gap/mean": gap.mean if gap.tokens else None,
         "gap/max": gap.largest if gap.tokens else None,
+        "gap/tokens": gap.tokens or None,
+        "gap/stale_mean": stale.mean if stale.tokens else None,
+        "rollout/stale": stale.tokens / (gap.tokens + stale.tokens) if gap.tokens + stale.tokens else None,
     }
     if table.ref_logprob is not None:
         k3 = kl_estimate("k3", table.logprob.double(), table.ref_logprob.double(), mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from comppo_mcore.config.algorithm import has_critic
@@ -14,11 +15,15 @@ from comppo_mcore.errors import UserError
 from comppo_mcore.kernels.select import Kernels, select
 from comppo_mcore.model.factory import build_policy, torch_dtype
 from comppo_mcore.model.hf import export_hf, import_hf
+from comppo_mcore.model.hf_table import hf_manifest
 from comppo_mcore.model.optimizer import PolicyOptimizer, wrap
 from comppo_mcore.model.parallel import Layout, initialize
 from comppo_mcore.model.policy import PolicyModel
 from comppo_mcore.rollout.embedded import EmbeddedEngine
 from comppo_mcore.rollout.engine import Engine
+from comppo_mcore.rollout.sglang.engine import SGLangEngine
+from comppo_mcore.rollout.sglang.process import ServerProcesses, gpus_for_servers, plan
+from comppo_mcore.trainer.probe import probe
 from comppo_mcore.trainer.update import needs_reference
 
 
@@ -105,7 +110,7 @@ def build_session(config: Config) -> Session:
     layout = initialize(config.parallel, config.run.seed)
     kernels = select(config.kernels.mode)
     policy = load_policy(config, shape, layout, kernels, with_critic=False)
-    return Session(config, shape, layout, kernels, text, policy, build_engine(config, layout))
+    return Session(config, shape, layout, kernels, text, policy, build_engine(config, shape, layout))
 
 
 def build_train_session(config: Config) -> TrainSession:
@@ -123,7 +128,7 @@ def build_train_session(config: Config) -> TrainSession:
         reference = reference.to(torch_dtype(config.model.dtype))
     ddp = wrap(policy, layout, torch_dtype(config.model.dtype))
     optimizer = PolicyOptimizer(ddp, config.optim, config.critic.lr, torch_dtype(config.model.dtype), layout)
-    engine = build_engine(config, layout)
+    engine = build_engine(config, shape, layout)
     return TrainSession(
         config,
         shape,
@@ -147,12 +152,53 @@ def load_policy(
     return policy
 
 
-def build_engine(config: Config, layout: Layout) -> Engine:
-    return EmbeddedEngine(
-        config.model.path, torch_dtype(config.model.dtype), config.rollout.batch_size, layout.device
+def build_engine(config: Config, shape: ModelShape, layout: Layout) -> Engine:
+    """The engine of `rollout.engine`; collective over the world."""
+    dtype = torch_dtype(config.model.dtype)
+    if config.rollout.engine == "embedded":
+        return EmbeddedEngine(config.model.path, dtype, config.rollout.batch_size, layout.device)
+    context, folder = config.model.max_context or shape.max_positions, run_folder(config)
+    processes = None
+    if not config.rollout.sglang.urls and layout.rank == 0:
+        processes = start_servers(config, context, folder, layout)
+    return SGLangEngine(
+        config.rollout.sglang,
+        processes,
+        hf_manifest(config.model.path, dtype),
+        vocab_size=shape.vocab_size,
+        max_context=context,
+        device=layout.device,
+        folder=folder,
     )
 
 
+def start_servers(config: Config, max_context: int, folder: Path, layout: Layout) -> ServerProcesses:
+    """The servers of this run, planned; the engine starts them."""
+    servers = config.rollout.sglang
+    launches = plan(
+        servers,
+        Path(config.model.path),
+        dtype=config.model.dtype,
+        max_context=max_context,
+        seed=config.run.seed,
+        folder=folder,
+        gpus=gpus_for_servers(servers, layout.world_size),
+    )
+    return ServerProcesses(launches, start_timeout_s=servers.start_timeout_s)
+
+
+def run_folder(config: Config) -> Path:
+    return Path(config.run.dir) / config.run.name
+
+
 def sync_weights(session: Session, version: int) -> None:
-    """Hand the policy's weights to the engine, tensor by tensor; collective over the world."""
+    """Hand the policy's weights to the engine, tensor by tensor; collective over the world.
+
+    Raises:
+        UserError: afterwards a shared engine does not score a prompt as the trainer does.
+    """
     session.engine.update_weights(export_hf(session.policy, session.engine.manifest), version)
+    if session.engine.shared:
+        problem = (session.text.dataset.eval_problems(1) or [session.text.dataset.train_problem(0)])[0]
+        token_ids = encode_prompt(session.text.tokenizer, problem).token_ids
+        probe(session.engine, session.policy, token_ids, session.config, session.layout)

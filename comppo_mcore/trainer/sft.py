@@ -68,6 +68,7 @@ def main(config: Config) -> None:
         save_hf(session.policy, config.model.path, out)
         sink.note(f"warm start after {config.sft.steps} steps: {accuracy(session, sink)}model in {out}")
     finally:
+        session.engine.close()
         sink.close()
     parallel.shutdown()
 
@@ -101,7 +102,7 @@ def build_sft_session(config: Config) -> TrainSession:
     dtype = torch_dtype(config.model.dtype)
     ddp = wrap(policy, layout, dtype)
     optimizer = PolicyOptimizer(ddp, config.optim, config.sft.lr, dtype, layout)
-    engine = build_engine(config, layout)
+    engine = build_engine(config, shape, layout)
     return TrainSession(
         config, shape, layout, kernels, text, policy, engine, ddp=ddp, optimizer=optimizer, reference=None
     )

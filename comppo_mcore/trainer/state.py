@@ -8,6 +8,8 @@ from typing import Any
 from comppo_mcore.config.schema import Config
 from comppo_mcore.credit.controller import ControllerState
 from comppo_mcore.credit.gate import Envelope, PositionTable
+from comppo_mcore.rollout import groups
+from comppo_mcore.rollout.groups import Group
 from comppo_mcore.trainer import history
 from comppo_mcore.trainer.history import History
 from comppo_mcore.trainer.transport import Gate
@@ -24,6 +26,7 @@ class RunState:
     calibrated: bool = False  # the envelope was fitted to the first rollout batch
     bad_steps: int = 0  # consecutive ones
     history: History = ()
+    carried: tuple[Group, ...] = ()  # begun, and left for a later step
 
     def to_json(self, config: Config) -> dict[str, Any]:
         """The state and the configuration it was made under."""
@@ -38,6 +41,7 @@ class RunState:
             "calibrated": self.calibrated,
             "bad_steps": self.bad_steps,
             "history": history.to_json(self.history),
+            "carried": groups.to_json(self.carried),
         }
 
 
@@ -61,4 +65,5 @@ def from_json(record: dict[str, Any]) -> RunState:
         calibrated=record["calibrated"],
         bad_steps=record["bad_steps"],
         history=history.from_json(record["history"]),
+        carried=groups.from_json(record["carried"]),
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +25,8 @@ from comppo_mcore.trainer.files import read_metrics, write_text_atomic
 from comppo_mcore.trainer.logging import Sink, StageClock, memory_metrics, open_sink
 from comppo_mcore.trainer.loop import observed, train_step
 from comppo_mcore.trainer.metrics import reach_warning
-from comppo_mcore.trainer.session import TrainSession, build_train_session, sync_weights
+from comppo_mcore.trainer.rollouts import Rollouts
+from comppo_mcore.trainer.session import TrainSession, build_train_session, run_folder, sync_weights
 from comppo_mcore.trainer.state import RunState, from_json, initial_state
 from comppo_mcore.trainer.update import needs_reference
 
@@ -49,9 +52,13 @@ def main(config: Config) -> None:
     last = -1 if newest is None else state.step
     sink = open_sink(config, folder, rank=session.layout.rank, steps=config.train.steps, last_step=last)
     try:
-        with Grader(config.reward) as grader:
+        with (
+            Grader(config.reward) as grader,
+            Rollouts(session, grader) as rollouts,
+            closing(session.engine),  # first of the three: the others may be waiting for it
+        ):
             announce(session, state, sink)
-            state = train(session, grader, state, sink, folder)
+            state = train(session, rollouts, state, sink, folder)
         save_hf(session.policy, config.model.path, folder / "hf")
         if session.layout.rank == 0:
             sink.note(summary(state, folder))
@@ -60,7 +67,7 @@ def main(config: Config) -> None:
     parallel.shutdown()
 
 
-def train(session: TrainSession, grader: Grader, state: RunState, sink: Sink, folder: Path) -> RunState:
+def train(session: TrainSession, rollouts: Rollouts, state: RunState, sink: Sink, folder: Path) -> RunState:
     """Steps until `train.steps`, with evaluations and checkpoints between them."""
     config = session.config
     controller = config.controller
@@ -74,11 +81,11 @@ def train(session: TrainSession, grader: Grader, state: RunState, sink: Sink, fo
     sync_weights(session, state.step)
     if state.step == 0 and config.train.eval_every and not state.history:
         sink.stage("evaluation")
-        state = evaluated(session, grader, state)
+        state = evaluated(session, rollouts.grader, state)
         sink.step(0, history.endpoint_metrics(state.history))
     first = True
     while state.step < config.train.steps:
-        state, metrics = one_step(session, grader, state, settings, sink, folder)
+        state, metrics = one_step(session, rollouts, state, settings, sink, folder)
         if first and (warning := reach_warning(metrics)):
             sink.note(warning)
         first = False
@@ -109,7 +116,7 @@ def stop_if_hopeless(session: TrainSession, state: RunState, folder: Path) -> No
 
 def one_step(
     session: TrainSession,
-    grader: Grader,
+    rollouts: Rollouts,
     state: RunState,
     settings: ControllerSettings,
     sink: Sink,
@@ -118,15 +125,19 @@ def one_step(
     """A training step, the weight sync and evaluation after it, its record."""
     config = session.config
     clock = StageClock(sink.stage)
-    outcome = train_step(session, grader, state, settings, clock, folder)
+    outcome = train_step(session, rollouts, state, settings, clock, folder)
     metrics, accuracy, state = outcome.metrics, None, outcome.state
+    with clock("rollout"):
+        rollouts.settle()
     with clock("weight sync"):  # also after a bad step: the minibatches before the bad one were applied
         sync_weights(session, state.step)
     if outcome.signals is not None and is_evaluation_step(config, state.step):
         with clock("evaluation"):
-            state = evaluated(session, grader, state)
+            state = evaluated(session, rollouts.grader, state)
         accuracy = state.history[-1].accuracy
         metrics |= history.endpoint_metrics(state.history)
+    for incident in session.engine.incidents():
+        sink.note(f"a rollout server was lost: {incident}")
     state = observed(replace(outcome, state=state), accuracy, settings)
     count_tokens(clock, config, metrics)
     sink.step(state.step, metrics | clock.metrics() | memory_metrics())
@@ -168,10 +179,6 @@ def save_if_due(session: TrainSession, state: RunState, folder: Path) -> None:
     )
     keep = {history.endpoints(state.history).best_step} if config.keep_best and state.history else set()
     checkpoint.prune(path, config.keep_last, keep, session.layout)
-
-
-def run_folder(config: Config) -> Path:
-    return Path(config.run.dir) / config.run.name
 
 
 def newest_checkpoint(folder: Path, config: Config) -> Path | None:
@@ -260,7 +267,16 @@ def gate_lines(record: dict[str, float]) -> list[str]:
     if "gate/kappa_mean" not in record:
         return []
     quantiles = " / ".join(f"{record[f'gate/kappa_{q}']:.3f}" for q in ("q05", "q25", "median", "q75", "q95"))
-    return [
+    lines = [
         f"κ: mean {record['gate/kappa_mean']:.3f}, quantiles 5/25/50/75/95 %: {quantiles}",
+        f"κ by thirds of the response: {_thirds(record)}",
         f"credit reach: trace {record['credit/trace_reach']:.3f}, value {record['credit/value_reach']:.3f}",
     ]
+    if "gate/other_kappa_mean" in record:
+        mean = record["gate/other_kappa_mean"]
+        lines.append(f"κ over the other history: mean {mean:.3f}, by thirds {_thirds(record, 'other_')}")
+    return lines
+
+
+def _thirds(record: dict[str, float], which: str = "") -> str:
+    return " / ".join(f"{record.get(f'gate/{which}kappa_third_{i}', math.nan):.3f}" for i in (1, 2, 3))

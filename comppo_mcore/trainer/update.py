@@ -75,7 +75,7 @@ def objective(
     t = item.targets
     assert t is not None
     clip = config.algo.clip * knobs.clip
-    policy = clipped_surrogate(out.logprob, t.behavior_logprob, t.credit, t.mask, clip)
+    policy = clipped_surrogate(out.ratio_logprob, t.behavior_logprob, t.credit, t.mask, clip)
     if t.importance is not None:
         policy = policy * t.importance
     policy_loss = (policy * t.policy_weight).sum()
@@ -95,8 +95,9 @@ def objective(
             value, t.behavior_value, t.lambda_return, t.mask, config.critic.value_clip * knobs.value_clip
         )
         value_loss = (per_token * t.value_weight).sum()
-    moved = ratio_sums(out.logprob, t.behavior_logprob, t.mask, clip)
-    largest = (out.logprob - t.behavior_logprob).detach()[t.mask].exp().amax() if bool(t.mask.any()) else zero
+    moved = ratio_sums(out.ratio_logprob, t.behavior_logprob, t.mask, clip)
+    log_ratio = (out.ratio_logprob - t.behavior_logprob).detach()[t.mask]
+    largest = log_ratio.exp().amax() if bool(t.mask.any()) else zero
     record = torch.stack(
         [
             x.detach().double()
@@ -141,7 +142,7 @@ def token_targets(
     assert spread_credit is not None
     return Targets(
         mask=mask,
-        behavior_logprob=behavior.logprob,
+        behavior_logprob=behavior.ratio_logprob,
         ref_logprob=spread(ref_logprob),
         credit=spread_credit,
         importance=importance,
