@@ -32,7 +32,7 @@ install_cpu_torch() {
 }
 
 install_cpu() {
-    say "installing $cpu_pins (2.7 GB, about three minutes)"
+    say "installing $cpu_pins (2.7 GB, two minutes or more)"
     install_cpu_torch
     pip_install --no-deps -r $cpu_pins
     say "installing launch/sglang_cpu in place of sgl_kernel and torchvision"

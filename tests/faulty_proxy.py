@@ -26,8 +26,9 @@ Kind = Literal["pass", "delay", "status", "truncate", "cut", "drop"]
 class Fault:
     """What happens to one request.
 
-    `delay`: forwarded after `seconds`. `status`: answered with it. `truncate`: half the reply, as if it were
-    whole. `cut`: half the reply, then the connection closes. `drop`: the connection closes at once.
+    `delay`: forwarded after `seconds`, which `status`, `truncate` and `cut` can have too. `status`: answered
+    with it. `truncate`: half the reply, as if it were whole. `cut`: half the reply, then the connection closes.
+    `drop`: the connection closes at once.
     """
 
     kind: Kind
@@ -125,8 +126,7 @@ class FaultyProxy:
             _close(handler.connection)
             handler.close_connection = True
             return
-        if fault.kind == "delay":
-            self._closing.wait(fault.seconds)
+        self._closing.wait(fault.seconds)
         reply = (
             Reply(fault.status, b'{"error": {"message": "injected"}}')
             if fault.kind == "status"

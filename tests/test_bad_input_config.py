@@ -305,7 +305,10 @@ def test_command_ends_with_code_2_before_torch_is_imported(config_path: Path) ->
 def test_error_of_one_rank_is_all_that_is_said() -> None:
     ended = run("-m", "tests.workers.user_error")
     assert ended.returncode == 2
-    assert ended.stderr == "comppo: error: data.path is 'gone.jsonl', which is not there; give a file\n"
+    # What C++ may say of gloo's threads at a rank's end, when no Python is left to prevent it.
+    gloo = "terminate called without an active exception"
+    said = [line for line in ended.stderr.splitlines() if line != gloo]
+    assert said == ["comppo: error: data.path is 'gone.jsonl', which is not there; give a file"]
 
 
 def test_error_of_a_rank_under_torchrun_is_said_once() -> None:

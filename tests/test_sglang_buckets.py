@@ -7,6 +7,7 @@ import hashlib
 import resource
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from comppo_mcore.rollout.sglang.sync import SyncError, WeightSync
 from comppo_mcore.rollout.sglang.sync_buckets import fill, plan
 from comppo_mcore.rollout.sglang.sync_check import Fingerprint, differences
 from comppo_mcore.rollout.sglang.sync_disk import write_folder
+from tests.dist import run_distributed
 
 MIB = 2**20
 LAYER = "model.layers.0."
@@ -80,7 +82,7 @@ def test_a_plan_holds_every_tensor_once_in_order_and_within_the_limit(
     for pieces in buckets:
         assert pieces[-1].end <= limit or len(pieces) == 1
         assert pieces[0].begin == 0
-        for piece, following in zip(pieces, pieces[1:], strict=False):
+        for piece, following in pairwise(pieces):
             assert piece.end == following.begin
         for piece in pieces:
             assert piece.begin % piece.spec.dtype.itemsize == 0
@@ -219,7 +221,7 @@ class StandIn(Server):
         self.faults = faults
 
     async def info(self) -> ServerInfo:
-        return ServerInfo("m", 1, self.version, "0", 99, "float32")
+        return ServerInfo("m", "qwen3", 1, self.version, "0", 99, "float32")
 
     async def weight_version(self, *, timeout_s: float) -> int:
         return self.faults.get("says", self.version)
@@ -356,3 +358,11 @@ def test_a_full_disk_touches_no_server(loop: asyncio.AbstractEventLoop, tmp_path
     assert server.orders == []
     assert next(stream, None) is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_does_not_come_is_named_in_bounded_time() -> None:
+    first, second = run_distributed("absent_rank.py", 2, timeout=120)
+    assert first.strip() == (
+        "trainer ranks [1] did not come to weight sync 3 within rollout.sglang.sync_timeout_s = 1"
+    )
+    assert second == ""

@@ -39,7 +39,7 @@ class Canned:
         if path in self.refuses:
             return Reply(500, b"{}")
         if path == "/model_info":
-            return {"model_path": "/m", "weight_version": self.version}
+            return {"model_path": "/m", "model_type": "qwen3", "weight_version": self.version}
         if path == "/server_info":
             return {"tp_size": 1, "version": "0.5.23", "max_req_input_len": 96, "dtype": "float32"}
         if path == "/generate":
@@ -344,8 +344,9 @@ def test_orders_reach_all_and_quarantine_those_that_do_not_follow() -> None:
         await fleet.release_memory(["kv_cache"])
         await fleet.resume_memory(["kv_cache"])
         sent = ["/pause_generation", "/flush_cache", "/continue_generation"]
-        assert canned[0].orders == [*sent, "/release_memory_occupation", "/resume_memory_occupation"]
-        assert canned[1].orders == sent
+        released = ["/flush_cache", "/release_memory_occupation", "/resume_memory_occupation"]
+        assert canned[0].orders == [*sent, *released]
+        assert canned[1].orders == [*sent, "/flush_cache"]
         assert proxies[0].bodies("/pause_generation") == [{"mode": "retract"}]
         assert list(fleet.quarantined) == [proxies[1].url]
 

@@ -13,6 +13,7 @@ import pytest
 
 from comppo_mcore.rollout.engine import Sampling
 from comppo_mcore.rollout.sglang import fleet as fleet_module
+from comppo_mcore.rollout.sglang import server as server_module
 from comppo_mcore.rollout.sglang.fleet import Fleet, Request
 from comppo_mcore.rollout.sglang.http import Refused, ServerError
 from comppo_mcore.rollout.sglang.server import Generated, Server
@@ -235,17 +236,24 @@ def test_retract_and_flush_are_exact_to_the_last_token(
     assert max(abs(a - b) for a, b in zip(generated.logprobs, expected, strict=True)) <= LIMIT
 
 
-def test_a_cache_in_use_is_not_flushed(sglang_server: RealServer) -> None:
-    async def play(server: Server) -> None:
+def test_a_cache_in_use_is_not_flushed_and_its_memory_not_released(
+    sglang_server: RealServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(server: Server) -> Generated:
         running = asyncio.create_task(server.generate(PROMPT, LONG, rid="f0"))
         await asyncio.sleep(0.5)
+        monkeypatch.setattr(server_module, "SETTLE_S", 0.0)
         with pytest.raises(Refused):
             await server.flush()
+        with pytest.raises(Refused):
+            await server.release_memory(["kv_cache"])
+        monkeypatch.undo()
         await server.abort()
-        await running
         await server.flush()
+        return await running
 
-    talk(sglang_server, play)
+    generated = talk(sglang_server, play)
+    assert generated.finish == "abort" and worst_gap(generated, sglang_server.model) <= LIMIT
 
 
 def test_memory_is_released_and_comes_back(sglang_server: RealServer) -> None:

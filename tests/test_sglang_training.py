@@ -89,6 +89,13 @@ def test_tokens_are_exact_and_of_the_present_weights(model: Path, url: str, tmp_
         assert step["gap/tokens"] == step["response/tokens"] > 16
 
 
+def test_a_server_of_another_model_is_refused(url: str, tmp_path: Path) -> None:
+    other = write_small_demo_model(tmp_path / "other", hidden_size=48)
+    finished = comppo(*words(other, tmp_path, rollout__sglang__urls=f"[{url}]"), log=tmp_path / "log")
+    assert finished.code == 2
+    assert "rollout.sglang.urls" in finished.error and "another shape than model.path" in finished.error
+
+
 def test_one_step_ahead_every_token_is_one_version_old(model: Path, url: str, tmp_path: Path) -> None:
     _, steps = train(model, tmp_path, url, rollout__lag=1, algo__importance_cap=2.0)
     assert [s["rollout/stale"] for s in steps] == [0, 1, 1]

@@ -165,7 +165,7 @@ def build_engine(config: Config, shape: ModelShape, layout: Layout) -> Engine:
         config.rollout.sglang,
         processes,
         hf_manifest(config.model.path, dtype),
-        vocab_size=shape.vocab_size,
+        shape=shape,
         max_context=context,
         device=layout.device,
         folder=folder,

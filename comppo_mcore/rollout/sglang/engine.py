@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from comppo_mcore.config.model_shape import ModelShape, read_model_shape
 from comppo_mcore.config.schema import SGLangConfig
 from comppo_mcore.errors import UserError
 from comppo_mcore.model.hf_table import Manifest, Stream
@@ -26,7 +27,7 @@ from comppo_mcore.rollout.groups import Enough, Heard, all_finished
 from comppo_mcore.rollout.sglang.fleet import NO_WEIGHTS, Fleet, NoServers, Request
 from comppo_mcore.rollout.sglang.http import ServerError
 from comppo_mcore.rollout.sglang.process import ServerProcesses
-from comppo_mcore.rollout.sglang.server import Generated, Server
+from comppo_mcore.rollout.sglang.server import Generated, Server, ServerInfo
 from comppo_mcore.rollout.sglang.sync import WeightSync
 
 T = TypeVar("T")
@@ -58,6 +59,7 @@ class SGLangEngine:
     Args:
         processes: of this run, on the first rank; None: the servers of `config.urls` are joined.
         manifest: what the servers take.
+        shape: of the model they must have.
         max_context: tokens of prompt + response.
         folder: of the run.
 
@@ -73,7 +75,7 @@ class SGLangEngine:
         processes: ServerProcesses | None,
         manifest: Manifest,
         *,
-        vocab_size: int,
+        shape: ModelShape,
         max_context: int,
         device: torch.device,
         folder: Path,
@@ -81,6 +83,7 @@ class SGLangEngine:
         self.manifest = manifest
         self.weight_version: int | None = None
         self._config = config
+        self._shape = shape
         self._max_context = max_context
         self._is_first = dist.get_rank() == 0
         self._processes = processes
@@ -94,7 +97,7 @@ class SGLangEngine:
         self._incidents: list[str] = []
         urls = config.urls if processes is None else processes.urls
         timeouts = {"request_timeout_s": config.request_timeout_s, "sync_timeout_s": config.sync_timeout_s}
-        servers = [Server(url, vocab_size=vocab_size, **timeouts) for url in urls if self._is_first]
+        servers = [Server(url, vocab_size=shape.vocab_size, **timeouts) for url in urls if self._is_first]
         self._fleet = Fleet(servers, in_flight=config.in_flight, wait_timeout_s=LOST_TIMEOUT_S)
         on_first_rank(self._start)
 
@@ -117,11 +120,25 @@ class SGLangEngine:
             info = await server.info()
         except ServerError as error:
             raise UserError(f"rollout.sglang.urls: no SGLang server is ready there: {error}") from error
+        self._check_model(server, info)
         if info.max_context < self._max_context:
             raise UserError(
                 f"rollout.sglang.urls: {server.url} has room for {info.max_context} tokens of prompt and "
                 f"response, but this run needs {self._max_context}: start it with --context-length "
                 f"{self._max_context + 2}, or lower model.max_context"
+            )
+
+    def _check_model(self, server: Server, info: ServerInfo) -> None:
+        """Another model takes some updates without a word, and dies of others."""
+        differing = info.model_type != self._shape.family
+        if (
+            not differing and (Path(info.model_path) / "config.json").is_file()
+        ):  # not where only servers see it
+            differing = read_model_shape(info.model_path) != self._shape
+        if differing:
+            raise UserError(
+                f"rollout.sglang.urls: {server.url} serves {info.model_path}, a {info.model_type} of another "
+                "shape than model.path; start it with that model"
             )
 
     # ------------------------------------------------------------------------ generation

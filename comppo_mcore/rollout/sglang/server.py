@@ -18,6 +18,7 @@ MASK_TOP_K = (
 )
 INFO_TIMEOUT_S = 30.0
 POLL_S = 0.5
+SETTLE_S = 5.0  # SGLang answers a request a step or so before its scheduler is done with it
 
 Memory = Literal["weights", "kv_cache"]
 
@@ -26,7 +27,8 @@ Memory = Literal["weights", "kv_cache"]
 class ServerInfo:
     """What a server says about itself."""
 
-    model_path: str
+    model_path: str  # as the server sees it
+    model_type: str  # of the HF config
     tp_size: int
     weight_version: int
     sglang: str  # release
@@ -95,6 +97,7 @@ class Server:
         try:
             info = ServerInfo(
                 model_path=str(model["model_path"]),
+                model_type=str(model["model_type"]),
                 tp_size=int(server["tp_size"]),
                 weight_version=parse_version(model["weight_version"]),
                 sglang=str(server["version"]),
@@ -209,11 +212,15 @@ class Server:
         await self.post("/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
     async def flush(self) -> None:
-        """Forget all keys and values. Refused while a request runs."""
-        await self.post("/flush_cache", None)
+        """Forget all keys and values. Refused while a request runs, unless it ends within `SETTLE_S`."""
+        try:
+            await self.post("/flush_cache", None)
+        except Refused:  # waiting from the start would be in vain under `retract`, where requests stay
+            await self.post(f"/flush_cache?timeout={SETTLE_S}", None)
 
     async def release_memory(self, tags: Sequence[Memory]) -> None:
-        """Give GPU memory back until `resume_memory`; a server with requests dies of it."""
+        """Give GPU memory back until `resume_memory`. Refused while a request runs: it would be fatal."""
+        await self.flush()  # takes place only where nothing runs
         await self.post("/release_memory_occupation", {"tags": list(tags)})
 
     async def resume_memory(self, tags: Sequence[Memory]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from comppo_mcore.rollout.sglang.http import ServerError
@@ -12,6 +12,7 @@ from comppo_mcore.rollout.sglang.server import Server
 GRACE_S = 10.0  # for what follows at once from something that has happened
 
 Order = Callable[[Server], Awaitable[None]]
+Release = Callable[[Collection[asyncio.Future[None]]], Awaitable[None]]
 
 
 class Round:
@@ -49,11 +50,12 @@ class Round:
         """Give an order to all servers at once; one that fails, or is late, is dropped alone."""
         self.run(self._each(order))
 
-    def together(self, order: Order, release: Callable[[], Awaitable[None]]) -> bool:
+    def together(self, order: Order, release: Release) -> bool:
         """Give an order that no server can follow without the others.
 
         Args:
-            release: called after the first failure; it must set those free that wait for the others.
+            release: called after the first failure with the orders that are not done, to free the servers that
+                wait for another one.
 
         Returns:
             False if any failed. Dropped are those that failed by themselves, or do not answer even after the
@@ -76,7 +78,7 @@ class Round:
         await asyncio.wait(tasks, timeout=self._timeout_s)
         self._judge(servers, tasks)
 
-    async def _together(self, order: Order, release: Callable[[], Awaitable[None]]) -> bool:
+    async def _together(self, order: Order, release: Release) -> bool:
         servers = list(self.live)
         tasks = [asyncio.ensure_future(order(server)) for server in servers]
         done, waiting = await asyncio.wait(
@@ -84,9 +86,11 @@ class Round:
         )
         if not waiting and all(task.exception() is None for task in done):
             return True
-        await release()
+        await release(waiting)
         if waiting:
             freed, _ = await asyncio.wait(waiting, timeout=GRACE_S)
+            for task in freed:
+                task.exception()  # of having been freed; asyncio complains of one that nobody looks at
             servers = [s for s, task in zip(servers, tasks, strict=True) if task not in freed]
             tasks = [task for task in tasks if task not in freed]
         self._judge(servers, tasks)

@@ -10,8 +10,9 @@ import base64
 import contextlib
 import io
 import threading
+import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,6 +37,7 @@ _dist: Any = dist
 _c10d: Any = distributed_c10d
 
 FORMAT = "flattened_bucket"
+DOOR_S = 0.5  # that the door to a group that will not come about is closed, and is open
 _DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor
 
 
@@ -103,7 +105,7 @@ class Broadcast:
 
     def _join(self, round: Round, members: tuple[tuple[str, int], ...]) -> Group | None:
         name, size = f"comppo-{uuid.uuid4().hex[:12]}", 1 + sum(tp for _, tp in members)
-        stores = [self._listen()]
+        stores = [self._listen(0)]
         port = stores[0].port
         ours = in_thread(lambda: self._open(name, port, size))
 
@@ -111,8 +113,16 @@ class Broadcast:
             body = self._invitation(name, port, size, members, server)
             await server.post("/init_weights_update_group", body, timeout_s=round.patience_s)
 
-        async def release() -> None:
-            stores.clear()  # all that wait for a missing rank lose their connection
+        async def release(waiting: Collection[asyncio.Future[None]]) -> None:
+            # Servers that wait for a missing rank lose their connection. One that comes late would go on
+            # trying to connect for half an hour; it is let in, to lose its connection too.
+            stores.clear()
+            deadline = time.monotonic() + GRACE_S
+            while not all(task.done() for task in waiting) and time.monotonic() < deadline:
+                await asyncio.sleep(DOOR_S)
+                stores.append(self._listen(port))
+                await asyncio.sleep(DOOR_S)
+                stores.clear()
 
         if not round.together(order, release):
             return None
@@ -122,16 +132,16 @@ class Broadcast:
             round.drop_all(f"the trainer could not join process group {name}: {error}")
             return None
 
-    def _listen(self) -> Any:
+    def _listen(self, port: int) -> Any:
         try:
             return _dist.TCPStore(
-                self._address, 0, is_master=True, timeout=self._timeout, wait_for_workers=False
+                self._address, port, is_master=True, timeout=self._timeout, wait_for_workers=False
             )
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise UserError(
-                f"rollout.sglang.master_address {self._address!r} must be an address of the first rank's host "
-                f"({reason})"
+                f"rollout.sglang.master_address {self._address!r} must be an address of the first rank's "
+                f"host ({reason})"
             ) from error
 
     def _open(self, name: str, port: int, size: int) -> Any:
@@ -184,7 +194,7 @@ class Broadcast:
         async def order(server: Server) -> None:
             await server.post("/update_weights_from_distributed", body, timeout_s=round.patience_s)
 
-        async def release() -> None:
+        async def release(waiting: Collection[asyncio.Future[None]]) -> None:
             await _tear(group, servers)
 
         if round.together(order, release):

@@ -1,8 +1,8 @@
 """Stands in for SGLang's compiled kernels, which exist for GPUs and for CPUs with AMX only.
 
-SGLang imports the names below when it starts. They belong to speculative decoding and to moving keys and values
-between pools, neither of which a plain CPU server does; calling one raises. What such a server does call is the hash
-behind `sampling_seed`: it is here, in torch.
+SGLang imports the names below when it starts. They belong to speculative decoding and to moving keys and
+values between pools, neither of which a plain CPU server does; calling one raises. What such a server does
+call is the hash behind `sampling_seed`: it is here, in torch.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ _library = torch.library.Library("sgl_kernel", "FRAGMENT")
 _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
 _library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
 
-# SGLang uses sampling_seed under --enable-deterministic-inference only, which also wants attention from a list and
-# replaces torch's matrix products by GPU kernels that do not depend on the batch. Torch attends to one sequence at a
-# time; its products stay, so that on a CPU the seed fixes the draws but not the last bits of what is drawn from.
+# SGLang uses sampling_seed only under --enable-deterministic-inference. It also wants attention from a list,
+# and replaces torch's matrix products by GPU kernels that do not depend on the batch. Torch attends to one
+# sequence at a time; its products stay, so that on a CPU the seed fixes the draws, but not the last bits of
+# what is drawn from.
 add_deterministic_attention_backend_choices(["torch_native"])
 add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 batch_invariant_ops.enable_batch_invariant_mode = lambda: None
