@@ -27,7 +27,7 @@ class Fault:
     """What happens to one request.
 
     `delay`: forwarded after `seconds`, which `status`, `truncate` and `cut` can have too. `status`: answered
-    with it. `truncate`: half the reply, as if it were whole. `cut`: half the reply, then the connection closes.
+    with it. `truncate`: half the reply, as if it were whole. `cut`: half of it, then the connection closes.
     `drop`: the connection closes at once.
     """
 

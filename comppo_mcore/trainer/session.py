@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,7 @@ def start_servers(config: Config, max_context: int, folder: Path, layout: Layout
         max_context=max_context,
         seed=config.run.seed,
         folder=folder,
-        gpus=gpus_for_servers(servers, layout.world_size),
+        gpus=gpus_for_servers(servers, int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size))),
     )
     return ServerProcesses(launches, start_timeout_s=servers.start_timeout_s)
 

@@ -255,7 +255,13 @@ class SGLangEngine:
                 return True
         if self._processes is None:
             return False
-        await self._processes.restart(server.url)
+        try:
+            await self._processes.restart(server.url)
+        except UserError as error:
+            if not self._fleet.in_use:
+                raise
+            self._incidents.append(str(error))  # the others go on
+            return False
         return True
 
     async def _admit(self, failed: Mapping[str, str], version: int) -> str | None:

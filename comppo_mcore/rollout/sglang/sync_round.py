@@ -54,8 +54,8 @@ class Round:
         """Give an order that no server can follow without the others.
 
         Args:
-            release: called after the first failure with the orders that are not done, to free the servers that
-                wait for another one.
+            release: called after the first failure with the orders that are not done, to free the servers
+                that wait for another one.
 
         Returns:
             False if any failed. Dropped are those that failed by themselves, or do not answer even after the
@@ -76,7 +76,7 @@ class Round:
         servers = list(self.live)
         tasks = [asyncio.ensure_future(order(server)) for server in servers]
         await asyncio.wait(tasks, timeout=self._timeout_s)
-        self._judge(servers, tasks)
+        self._judge(list(zip(servers, tasks, strict=True)))
 
     async def _together(self, order: Order, release: Release) -> bool:
         servers = list(self.live)
@@ -86,19 +86,19 @@ class Round:
         )
         if not waiting and all(task.exception() is None for task in done):
             return True
-        await release(waiting)
-        if waiting:
-            freed, _ = await asyncio.wait(waiting, timeout=GRACE_S)
-            for task in freed:
-                task.exception()  # of having been freed; asyncio complains of one that nobody looks at
-            servers = [s for s, task in zip(servers, tasks, strict=True) if task not in freed]
-            tasks = [task for task in tasks if task not in freed]
-        self._judge(servers, tasks)
+        releasing = asyncio.ensure_future(release(waiting))
+        await asyncio.wait([releasing, *waiting], timeout=GRACE_S)
+        releasing.cancel()
+        freed = [task for task in waiting if task.done()]
+        for task in freed:
+            task.exception()  # of having been freed; asyncio complains of one that nobody looks at
+        judged = [(s, task) for s, task in zip(servers, tasks, strict=True) if task not in freed]
+        self._judge(judged)
         return False
 
-    def _judge(self, servers: Sequence[Server], tasks: Sequence[asyncio.Future[None]]) -> None:
+    def _judge(self, tasks: Sequence[tuple[Server, asyncio.Future[None]]]) -> None:
         """Drop the servers whose task failed or is not done."""
-        for server, task in zip(servers, tasks, strict=True):
+        for server, task in tasks:
             if not task.done():
                 task.cancel()
                 self.drop(

@@ -10,7 +10,6 @@ import base64
 import contextlib
 import io
 import threading
-import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
@@ -117,8 +116,7 @@ class Broadcast:
             # Servers that wait for a missing rank lose their connection. One that comes late would go on
             # trying to connect for half an hour; it is let in, to lose its connection too.
             stores.clear()
-            deadline = time.monotonic() + GRACE_S
-            while not all(task.done() for task in waiting) and time.monotonic() < deadline:
+            while not all(task.done() for task in waiting):
                 await asyncio.sleep(DOOR_S)
                 stores.append(self._listen(port))
                 await asyncio.sleep(DOOR_S)
