@@ -9,7 +9,6 @@ A server is resumed only if it then holds this version, whole; the others are re
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -144,7 +143,7 @@ class WeightSync:
         buckets = plan(manifest, self._config.bucket_mb * 2**20)
         # The export compares names and shapes on all ranks before its first tensor, and no server is touched
         # before that.
-        tensors = itertools.chain([next(stream)], stream)
+        stream.begin()
         frozen = time.monotonic()
         tp_sizes: dict[str, int] = {}
 
@@ -159,7 +158,7 @@ class WeightSync:
         for number, pieces in enumerate(buckets):
             if not round.live:
                 break
-            bucket = fill(tensors, pieces, transport.allocate, sent.look)
+            bucket = fill(stream, pieces, transport.allocate, sent.look)
             transport.send(bucket, round, version if number + 1 == len(buckets) else None)
             del bucket
         round.each(lambda server: server.end_update())

@@ -109,16 +109,23 @@ def _like(tensor: torch.Tensor) -> Allocate:
 
 
 class Watched:
-    """A stream that remembers whether its end, or a failure of its own, was reached."""
+    """A stream that can be begun ahead of use, and remembers whether it failed by itself."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
+        self._ahead: list[tuple[str, torch.Tensor]] = []
         self.failed = False
+
+    def begin(self) -> None:
+        """Get the first tensor, and with it the errors that come before it."""
+        self._ahead = [next(self)]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self
 
     def __next__(self) -> tuple[str, torch.Tensor]:
+        if self._ahead:
+            return self._ahead.pop()
         try:
             return next(self._stream)
         except StopIteration:

@@ -122,7 +122,10 @@ class Broadcast:
                 await asyncio.sleep(DOOR_S)
                 stores.clear()
 
+        invited = len(round.live)
         if not round.together(order, release):
+            if len(round.live) == invited:  # none of them kept the others waiting
+                round.drop_all(f"process group {name} did not come about")
             return None
         try:
             return Group(name, members, ours.result(GRACE_S), stores.pop())
@@ -281,9 +284,11 @@ class SharedTensor:
         self._tp_sizes = dict(tp_sizes)
 
     def send(self, bucket: Bucket, round: Round, version: int | None) -> None:
+        # Made here, because tasks may keep what they use for a while, and a bucket is large.
+        handles = {s.url: [serialize(bucket) for _ in range(self._tp_sizes[s.url])] for s in round.live}
+
         async def order(server: Server) -> None:
-            handles = [serialize(bucket) for _ in range(self._tp_sizes[server.url])]
-            body = {"serialized_named_tensors": handles, **_load(version)}
+            body = {"serialized_named_tensors": handles[server.url], **_load(version)}
             await server.post("/update_weights_from_tensor", body)
 
         round.each(order)
