@@ -7,17 +7,22 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from comppo_mcore.model import parallel
 from comppo_mcore.model.policy import support_logprob
 
+PATIENCE_S = 8.0  # of a collective
+
 
 def patience() -> None:
     """The first rank works for longer than a collective may take."""
-    parallel.HEARTBEAT_S = 0.5
+    parallel.HEARTBEAT_S = 1.0
+    dist.barrier()  # both have started
+    distributed_c10d._set_pg_timeout(timedelta(seconds=PATIENCE_S))
 
     def work() -> str:
-        time.sleep(4)
+        time.sleep(1.5 * PATIENCE_S)
         return f"from rank {dist.get_rank()}"
 
     assert parallel.on_first_rank(work) == "from rank 0"
@@ -46,7 +51,7 @@ def supports() -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+    dist.init_process_group("gloo")
     patience()
     supports()
     dist.destroy_process_group()
