@@ -36,6 +36,7 @@ from comppo_mcore.model.hf_table import (
     fuse,
     held,
     hf_manifest,
+    part_of,
     shortened,
 )
 
@@ -166,6 +167,7 @@ def export_hf(model: MegatronModel, manifest: Manifest) -> Stream:
 
     Collective over the model's tensor- and pipeline-parallel groups: all their ranks must consume
     the whole stream. Each tensor is fresh memory on the parameters' device, in the manifest's dtype.
+    Beside it the export needs at most one rank's share of it, and nothing once the next is asked for.
 
     Raises:
         ValueError: on every rank alike and before the first tensor, if the stages together do not
@@ -180,24 +182,42 @@ def _export(model: MegatronModel, manifest: Manifest) -> Stream:
     entries = {entry.names: entry for entry in held(model) if entry.rule is not TIED_HEAD}
     device = next(parameter for _, parameter in model.named_parameters()).device
     for owner, names in _plan(model, list(entries.values()), manifest):
-        parts = _gathered(entries[names], model) if owner == stages.rank() else None
         for i, name in enumerate(names):
             spec = manifest[name]
             tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
-            if parts is not None:
-                tensor.copy_(parts[i][: spec.shape[0]])
+            if owner == stages.rank():
+                _gather(tensor, entries[names], i, model)
             if stages.size() > 1:
                 dist.broadcast(tensor, group=stages, group_src=owner)
             yield name, tensor
+            del tensor  # before the next one is made
 
 
-def _gathered(entry: Held, model: MegatronModel) -> list[torch.Tensor]:
-    group, shard = model.pg_collection.tp, entry.parameter.detach().contiguous()
-    shards = [shard]
-    if group.size() > 1 and entry.rule.axis is not None:
-        shards = [torch.empty_like(shard) for _ in range(group.size())]
-        dist.all_gather(shards, shard, group=group)
-    return assemble(entry, shards, model.config)
+def _gather(tensor: torch.Tensor, entry: Held, index: int, model: MegatronModel) -> None:
+    """Fill a full HF tensor from every rank's share, without the rows of vocabulary padding.
+
+    One broadcast for each share, into its place if that is contiguous; an all-gather would need the
+    whole tensor a second time.
+    """
+    group, axis = model.pg_collection.tp, entry.rule.axis
+    part = part_of(entry, index, entry.parameter.detach(), model.config, group.size())
+    if axis is None or group.size() == 1:
+        tensor.copy_(part[: len(tensor)])
+        return
+    share = part.shape[axis]
+    for rank in range(group.size()):
+        begin = min(rank * share, tensor.shape[axis])
+        place = tensor.narrow(axis, begin, min(share, tensor.shape[axis] - begin))
+        piece = (
+            place
+            if place.is_contiguous()
+            else torch.empty(place.shape, dtype=place.dtype, device=place.device)
+        )
+        if rank == group.rank():
+            piece.copy_(part.narrow(axis, 0, place.shape[axis]))
+        dist.broadcast(piece, group=group, group_src=rank)
+        if piece is not place:
+            place.copy_(piece)
 
 
 def _plan(

@@ -136,6 +136,7 @@ def check_stream(stream: Iterable[tuple[str, torch.Tensor]], manifest: Manifest)
         if got != expected:
             raise ValueError(f"tensor {name} is {got}, expected {expected}")
         yield name, tensor
+        del tensor  # the consumer may have let it go, to make room for the next one
     if pending:
         raise ValueError(f"tensors never sent: {shortened(pending)}")
 
@@ -271,19 +272,24 @@ def fuse(parts: Sequence[torch.Tensor], groups: int) -> torch.Tensor:
     return torch.cat(rows, dim=1).flatten(0, 1)
 
 
-def unfuse(tensor: torch.Tensor, num_parts: int, groups: int, head_dim: int) -> list[torch.Tensor]:
-    """The inverse of `fuse`."""
+def unfuse(tensor: torch.Tensor, index: int, num_parts: int, groups: int, head_dim: int) -> torch.Tensor:
+    """The inverse of `fuse`, for one of the parts."""
     if num_parts < 3:
-        return list(tensor.chunk(num_parts))
+        return tensor.chunk(num_parts)[index]
     rows = tensor.reshape(groups, -1, *tensor.shape[1:])
-    parts = rows.split([rows.shape[1] - 2 * head_dim, head_dim, head_dim], dim=1)
-    return [part.flatten(0, 1) for part in parts]
+    return rows.split([rows.shape[1] - 2 * head_dim, head_dim, head_dim], dim=1)[index].flatten(0, 1)
 
 
 def assemble(entry: Held, shards: Sequence[torch.Tensor], config: Any) -> list[torch.Tensor]:
     """Every tensor-parallel rank's Megatron tensor → full HF tensors, vocabulary padding included."""
-    groups = config.num_query_groups // len(shards)
-    parts = [unfuse(shard, len(entry.names), groups, config.kv_channels) for shard in shards]
+    parts = [
+        [part_of(entry, i, shard, config, len(shards)) for shard in shards] for i in range(len(entry.names))
+    ]
     if entry.rule.axis is None:
-        return parts[0]
-    return [torch.cat(column, dim=entry.rule.axis) for column in zip(*parts, strict=True)]
+        return [copies[0] for copies in parts]
+    return [torch.cat(pieces, dim=entry.rule.axis) for pieces in parts]
+
+
+def part_of(entry: Held, index: int, shard: torch.Tensor, config: Any, tp_size: int) -> torch.Tensor:
+    """What one tensor-parallel rank's Megatron tensor holds of one of the entry's HF tensors."""
+    return unfuse(shard, index, len(entry.names), config.num_query_groups // tp_size, config.kv_channels)
