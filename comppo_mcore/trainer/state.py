@@ -65,5 +65,5 @@ def from_json(record: dict[str, Any]) -> RunState:
         calibrated=record["calibrated"],
         bad_steps=record["bad_steps"],
         history=history.from_json(record["history"]),
-        carried=groups.from_json(record["carried"]),
+        carried=groups.from_json(record.get("carried", [])),
     )
